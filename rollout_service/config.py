@@ -1,0 +1,210 @@
+"""Every setting of a run, in one flat frozen model: name, unit, default, limit.
+
+The command line, the TOML file, the presets and the saved `config.toml` of a run all use these names.
+Precedence: defaults < preset < config file < command line.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout_service.errors import ConfigError
+from rollout_service.runspec import Core, PolicySpec, StateStrategy
+
+
+class Device(StrEnum):
+    """Where the learner computes. AUTO: cuda where torch sees one, else cpu."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Schedule(StrEnum):
+    """The learning rate over the run."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+
+
+class GaeRule(StrEnum):
+    """Which rule the advantages follow. Only the first is unbiased at episode ends; see docs/semantics.md."""
+
+    BOUNDARY_CORRECT = "boundary_correct"
+    ORIGINAL_STATED = "original_stated"
+    ORIGINAL_ACTUAL = "original_actual"
+
+
+class OnActorFailure(StrEnum):
+    """What follows when an actor dies or hangs."""
+
+    RESTART = "restart"
+    STOP = "stop"
+
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class TrainConfig(BaseModel):
+    """Settings of `rollout-service train`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # Environment
+    env: str = "Memory/TMaze-v0"
+    """Gymnasium id (`Namespace/Name-v0`, `module:Name-v0`) or `module:factory`, found from the current directory too."""
+    env_kwargs: dict[str, Any] = {}
+    """Arguments of the env, as key=value."""
+
+    # Collection
+    num_actors: Positive | Literal["auto"] = "auto"
+    """Actor processes. auto: one per core this process may use (affinity and cgroup quota)."""
+    envs_per_actor: Positive = 8
+    """Envs that one actor steps."""
+    envs_per_forward: Positive | None = None
+    """Rows of one inference call; must divide envs_per_actor. Default: all of the actor's envs."""
+    num_steps: Positive = 128
+    """T: steps of one rollout per env."""
+    total_steps: Positive = 150_000
+    """Env steps over all actors; training stops after the last whole rollout that fits."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+    """Root of every random stream."""
+
+    # Policy
+    core: Core = Core.LSTM
+    """lstm, or none: the feed-forward comparison arm."""
+    hidden_dim: Positive = 64
+    """H: width of the recurrent core (of the second layer when core is none)."""
+    num_layers: Positive = 1
+    """L: recurrent layers."""
+    encoder_dim: Positive = 64
+    """Width of the encoder in front of the core."""
+    chrono_max: Annotated[float, Field(gt=2.0)] | None = None
+    """Chrono initialisation of the gate biases for memories up to about this many steps (Tallec and Ollivier 2018)."""
+    state_strategy: StateStrategy = StateStrategy.STORED
+    """stored: training starts from the state the actor carried. zero: both start every rollout from zeros."""
+
+    # Learning
+    device: Device = Device.AUTO
+    """Device of the learner; actors always compute on the CPU."""
+    learner_threads: Positive | Literal["auto"] = "auto"
+    """Threads of one learner operation on the CPU. auto: all usable cores, since the actors idle during an update."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """Adam's step size at the start."""
+    learning_rate_schedule: Schedule = Schedule.LINEAR
+    """linear: falls to learning_rate_end_fraction of the start over total_steps."""
+    learning_rate_end_fraction: Fraction = 0.05
+    """Where the linear schedule ends, as a fraction of learning_rate."""
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Adam's denominator offset."""
+    epochs: Positive = 4
+    """Passes over one rollout."""
+    envs_per_minibatch: Positive = 4
+    """Whole env rows in one minibatch; the last one may be shorter."""
+    gamma: Fraction = 0.99
+    """Discount per step."""
+    gae_lambda: Fraction = 0.95
+    """Lambda of GAE."""
+    gae_rule: GaeRule = GaeRule.BOUNDARY_CORRECT
+    """boundary_correct, or one of the original's two rules for comparison."""
+    truncation_as_termination: bool = False
+    """Ablation: treat time limits as real ends. Biased; never a default."""
+    clip_range: Annotated[float, Field(gt=0)] = 0.2
+    """Clip of the probability ratio."""
+    value_clip_range: Annotated[float, Field(gt=0)] | None = None
+    """Clip of the value's move from the stored value; None: no clip."""
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the entropy bonus."""
+    value_coefficient: Annotated[float, Field(ge=0)] = 0.5
+    """Weight of the value loss, the mean squared error."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.5
+    """Gradients are scaled down to this global norm."""
+    normalize_advantages: bool = True
+    """Zero mean, unit deviation over the valid rows of the rollout."""
+    target_kl: Annotated[float, Field(gt=0)] | None = None
+    """Stops the whole update once the approximate KL of a minibatch exceeds 1.5 times this."""
+    normalize_observations: bool = False
+    """Running mean and deviation per feature; travels with the weights."""
+    normalize_returns: bool = False
+    """Rewards divided by the running deviation of the discounted return, in the learner."""
+    reward_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Fixed factor on rewards, in the learner; logged returns stay raw."""
+    self_check: Annotated[int, Field(ge=0)] = 0
+    """Every k-th iteration check that ratios are 1 before the first update; 0: never. A breach fails the run."""
+
+    # Running
+    run_dir: Path | None = None
+    """Where configuration, logs and checkpoints go. Default: runs/<env>-<date>-<token>."""
+    resume: bool = False
+    """Go on from the newest checkpoint in run_dir."""
+    serial: bool = False
+    """All roles in one process, for a debugger."""
+    json_output: bool = False
+    """`--json`: print one last line with the result."""
+    checkpoint_interval: Positive = 50
+    """Updates between checkpoints."""
+    checkpoints_kept: Positive = 3
+    """Newest checkpoints kept on disk."""
+    step_timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds an env.step or reset may take before its actor is replaced."""
+    on_actor_failure: OnActorFailure = OnActorFailure.RESTART
+    """restart: replace it within the budget. stop: end the run with the actor's traceback."""
+    max_restarts: Annotated[int, Field(ge=0)] = 10
+    """Restarts allowed within restart_window over all actors; then the run stops with the last traceback."""
+    restart_window: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds over which restarts are counted."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside the JSONL log."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.envs_per_forward is not None and self.envs_per_actor % self.envs_per_forward:
+            raise ValueError(
+                f"envs_per_forward {self.envs_per_forward} does not divide envs_per_actor {self.envs_per_actor}; "
+                "choose a divisor, so that every inference call has the same rows"
+            )
+        if isinstance(self.num_actors, int) and self.total_steps < (
+            least := self.num_actors * self.envs_per_actor * self.num_steps
+        ):
+            raise ValueError(
+                f"total_steps {self.total_steps} is less than one rollout of {least} "
+                "(num_actors x envs_per_actor x num_steps); raise total_steps or lower num_steps"
+            )
+        if self.resume and self.run_dir is None:
+            raise ValueError("resume needs run_dir: the run to go on from")
+        return self
+
+    @property
+    def rows_per_forward(self) -> int:
+        return self.envs_per_forward or self.envs_per_actor
+
+    def policy_spec(self) -> PolicySpec:
+        return PolicySpec(
+            core=self.core,
+            hidden_dim=self.hidden_dim,
+            num_layers=self.num_layers,
+            encoder_dim=self.encoder_dim,
+            chrono_max=self.chrono_max,
+            normalize_observations=self.normalize_observations,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+
+def check_fits_one_rollout(config: TrainConfig, num_actors: int) -> int:
+    """Updates of a run: whole rollouts that fit into total_steps. Raises ConfigError if not even one does."""
+    per_rollout = num_actors * config.envs_per_actor * config.num_steps
+    updates = config.total_steps // per_rollout
+    if updates < 1:
+        raise ConfigError(
+            f"total_steps {config.total_steps} is less than one rollout of {per_rollout} steps "
+            f"({num_actors} actors x {config.envs_per_actor} envs x {config.num_steps} steps); raise total_steps"
+        )
+    return updates

@@ -1,0 +1,249 @@
+"""Every message of the control plane, as a frozen schema.
+
+On the wire: one msgpack map `{"v": protocol version, "type": name, **fields}`, at most MAX_MESSAGE_BYTES. Bulk arrays never
+travel here; messages carry slot numbers. `decode` validates and raises MessageRejected; the receiver counts and drops.
+
+Order of a conversation (a: actor, l: learner, o: observer, s: service):
+
+    any -> s  HELLO     who I am, what I believe the run to be
+    s -> any  WELCOME   the RunSpec, the segments, my identity             or REFUSED, naming both values
+    a -> s    JOIN      what my own env turned out to be                   or REFUSED
+    l -> s    READY     weights of this version are in the bank
+    s -> a    GRANT     fill this slot                                     resent until the actor moves on
+    a -> s    COMMIT    filled; asks for the next lease                    resent until answered, same answer each time
+    s -> a    COMMITTED what became of it
+    a -> s    ABORT     this lease will not be filled
+    s -> l    BATCH     these slots are yours
+    l -> s    PUBLISH   slots released, next bank seeded, weights written, figures of the update
+    s -> any  STOP      finish, leave
+    any -> s  BYE       leaving
+    any -> s  HEARTBEAT alive; how far I am                                answered by PONG
+    o -> s    STATUS    answered by STATUS_REPORT
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollout_service.errors import MessageRejected
+from rollout_service.runspec import PROTOCOL_VERSION, AutoresetMode, Spaces, StateStrategy
+
+MAX_MESSAGE_BYTES: Final = 1 << 20
+"""A control message is a few hundred bytes; WELCOME with a large parameter manifest stays well below 1 MiB."""
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+ShortText = Annotated[str, Field(max_length=8192)]
+LongText = Annotated[str, Field(max_length=512 * 1024)]
+
+
+class Role(StrEnum):
+    ACTOR = "actor"
+    LEARNER = "learner"
+    OBSERVER = "observer"
+
+
+class StartFrom(StrEnum):
+    """Where the recurrent state of a lease's row 0 comes from."""
+
+    SEEDED = "seeded"
+    """The learner seeded row 0 from this actor's own last commit; the actor compares it with its live state."""
+    CARRY = "carry"
+    """The actor writes its live state and flags."""
+    FRESH = "fresh"
+    """The actor writes zeros and carry 1."""
+
+
+class Message(BaseModel):
+    """Base of all messages. Strict: no coercion between str, int, float and bool beyond int -> float."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Hello(Message):
+    role: Role
+    pid: Count
+    run_digest: str | None = None
+    state_strategy: StateStrategy | None = None
+    requested_actor: Count | None = None
+    """A supervised actor names the place it was started for; others get the next free one."""
+    incarnation: Count = 0
+
+
+class Welcome(Message):
+    run_id: ShortText
+    run_spec: LongText
+    config: LongText
+    rollout_segment: ShortText
+    weights_segment: ShortText
+    heartbeat_interval: float
+    actor_id: Count | None = None
+    incarnation: Count = 0
+    version: Count = 0
+    """Highest weights version published so far (learner: what it must exceed)."""
+    updates_done: Count = 0
+    env_steps_done: Count = 0
+
+
+class Refused(Message):
+    reason: ShortText
+
+
+class Join(Message):
+    spaces: Spaces
+    autoreset: AutoresetMode
+    run_digest: str
+    state_strategy: StateStrategy
+
+
+class Ready(Message):
+    version: Count
+    updates_done: Count = 0
+    env_steps_done: Count = 0
+
+
+class Grant(Message):
+    slot: Count
+    epoch: Count
+    version: Count
+    start: StartFrom
+    update: Count
+    reset_envs: bool = False
+    barrier_after: bool = False
+
+
+class Episode(Message):
+    """One finished episode, raw: reward sum before any scaling, length in env steps."""
+
+    env: Count
+    total_reward: float
+    length: Count
+    success: bool | None = None
+    truncated: bool = False
+
+
+class Commit(Message):
+    slot: Count
+    epoch: Count
+    valid_steps: Count
+    version: Count
+    """The weights version that really acted."""
+    episodes: tuple[Episode, ...] = ()
+    seconds: dict[str, float] = {}
+    """Time split of the lease: phase -> seconds."""
+    counters: dict[str, Count] = {}
+    """Counted oddities since the last commit, e.g. seed_mismatches, truncations_without_final_obs."""
+
+
+class Committed(Message):
+    slot: Count
+    epoch: Count
+    accepted: bool
+
+
+class Abort(Message):
+    slot: Count
+    epoch: Count
+    reason: ShortText
+
+
+class Batch(Message):
+    update: Count
+    bank: Count
+    valid_steps: tuple[Count, ...]
+    """Per slot of the bank, in slot order; 0 for a slot nobody filled."""
+    versions: tuple[Count, ...]
+    """Behaviour version per slot."""
+    env_steps: Count
+    """Valid env steps committed up to and including this batch."""
+    last: bool = False
+    """The run ends after this update."""
+
+
+class Publish(Message):
+    update: Count
+    version: Count
+    bank: Count
+    """The bank that was read and is released."""
+    seeded: tuple[Count, ...] = ()
+    """Slots of the other bank whose row 0 and carry flag are seeded."""
+    metrics: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    checkpoint: ShortText | None = None
+    """Path of the checkpoint written after this update, if one was."""
+
+
+class Stop(Message):
+    reason: ShortText
+
+
+class Bye(Message):
+    reason: ShortText = ""
+    traceback: LongText = ""
+
+
+class Heartbeat(Message):
+    role: Role
+    pid: Count
+    actor_id: Count | None = None
+    incarnation: Count = 0
+    progress: Count = 0
+    """Grows with every env step or minibatch; standing still while `phase` is a working one means stuck."""
+    phase: ShortText = ""
+
+
+class Pong(Message):
+    stopping: bool = False
+
+
+class Status(Message):
+    pass
+
+
+class StatusReport(Message):
+    report: dict[str, Any]
+
+
+MESSAGES: Final[dict[str, type[Message]]] = {
+    cls.__name__.lower(): cls
+    for cls in (
+        Hello, Welcome, Refused, Join, Ready, Grant, Commit, Committed, Abort, Batch, Publish, Stop, Bye,
+        Heartbeat, Pong, Status, StatusReport,
+    )
+}  # fmt: skip
+
+
+def encode(message: Message) -> bytes:
+    """One message as bytes. Raises MessageRejected if it is larger than MAX_MESSAGE_BYTES."""
+    name = type(message).__name__.lower()
+    packed: bytes = msgpack.packb({"v": PROTOCOL_VERSION, "type": name, **message.model_dump(mode="json")})
+    if len(packed) > MAX_MESSAGE_BYTES:
+        raise MessageRejected(f"{name} is {len(packed)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    return packed
+
+
+def decode(data: bytes) -> Message:
+    """The message in `data`. Raises MessageRejected, and nothing else, for anything that is not exactly one message."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageRejected(f"message of {len(data)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        fields = msgpack.unpackb(data, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise MessageRejected(f"not msgpack: {type(error).__name__}: {error}") from None
+    if not isinstance(fields, dict):
+        raise MessageRejected(f"expected a map, got {type(fields).__name__}")
+    version, name = fields.pop("v", None), fields.pop("type", None)
+    if version != PROTOCOL_VERSION:
+        raise MessageRejected(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}; install the same release")
+    kind = MESSAGES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise MessageRejected(f"unknown message type {name!r}")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise MessageRejected(f"{name}.{where}: {first['msg']}") from None

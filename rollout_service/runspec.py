@@ -1,0 +1,153 @@
+"""RunSpec: the one document that says what a run is.
+
+A probe child builds it before any segment exists; it stands in the segment's header and in WELCOME, and its digest is
+what handshakes compare. Torch-free and gymnasium-free: every process, the parent included, can read it.
+
+Axis letters: T num_steps, N num_envs, E envs of one actor, A actors, S slots, L recurrent layers, H hidden_dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from enum import StrEnum
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+PROTOCOL_VERSION = 1
+NUM_BANKS = 2
+"""Lockstep fills one bank while the learner seeds the other."""
+
+
+class Core(StrEnum):
+    """The recurrent core of the policy."""
+
+    LSTM = "lstm"
+    NONE = "none"
+
+
+class StateStrategy(StrEnum):
+    """Where actors and training start their recurrent state from."""
+
+    STORED = "stored"
+    ZERO = "zero"
+
+
+class AutoresetMode(StrEnum):
+    """Who resets an env after its episode ended. ACTOR: single envs, reset by the actor's own vectorizer."""
+
+    ACTOR = "actor"
+    NEXT_STEP = "next_step"
+    SAME_STEP = "same_step"
+    DISABLED = "disabled"
+
+
+class SpaceKind(StrEnum):
+    BOX = "box"
+    DISCRETE = "discrete"
+
+
+class Frozen(BaseModel):
+    """Base of the documents that cross a process border: immutable, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Leaf(Frozen):
+    """One array of a space. `path` is "" for the root of a plain space."""
+
+    path: str = ""
+    kind: SpaceKind
+    shape: tuple[int, ...]
+    dtype: str
+    size: int | None = None
+    """Discrete: the number of choices n; None for Box."""
+    start: int = 0
+    """Discrete: the value of the first choice as the env counts; the buffer stores the env's own values."""
+
+    @property
+    def is_image(self) -> bool:
+        """uint8 arrays of rank 3 are images: stored as they are, scaled to [0, 1] at the network's input."""
+        return self.kind is SpaceKind.BOX and self.dtype == "uint8" and len(self.shape) == 3
+
+
+class Spaces(Frozen):
+    """Observation leaves and the action space of one single env."""
+
+    observation: tuple[Leaf, ...]
+    action: Leaf
+
+
+class ArraySpec(Frozen):
+    """One named array: a parameter or buffer of the policy, in publication order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+class PolicySpec(Frozen):
+    """What a policy is built from, besides the spaces."""
+
+    core: Core = Core.LSTM
+    hidden_dim: Annotated[int, Field(ge=1)] = 64
+    num_layers: Annotated[int, Field(ge=1)] = 1
+    encoder_dim: Annotated[int, Field(ge=1)] = 64
+    chrono_max: Annotated[float, Field(gt=2.0)] | None = None
+    """Chrono initialisation: forget bias log U(1, chrono_max - 1), input bias its negative. None: plain biases."""
+    normalize_observations: bool = False
+
+
+class RunSpec(Frozen):
+    """Everything on which an actor, the service and a learner have to agree."""
+
+    protocol_version: int = PROTOCOL_VERSION
+    env: str
+    env_kwargs: dict[str, Any] = {}
+    spaces: Spaces
+    autoreset: AutoresetMode = AutoresetMode.ACTOR
+    policy: PolicySpec
+    state: dict[str, tuple[int, ...]]
+    """Recurrent state of one env: array name -> shape, e.g. {"hidden": (L, H), "cell": (L, H)}; {} without a core."""
+    parameters: tuple[ArraySpec, ...]
+    state_strategy: StateStrategy = StateStrategy.STORED
+    num_steps: Annotated[int, Field(ge=1)]
+    num_actors: Annotated[int, Field(ge=1)]
+    envs_per_actor: Annotated[int, Field(ge=1)]
+    envs_per_forward: Annotated[int, Field(ge=1)]
+    seed: int = 1
+
+    @property
+    def num_envs(self) -> int:
+        return self.num_actors * self.envs_per_actor
+
+    @property
+    def num_slots(self) -> int:
+        return NUM_BANKS * self.num_actors
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Env steps of one full rollout over all actors, N * T."""
+        return self.num_envs * self.num_steps
+
+    def bank(self, index: int) -> range:
+        """The adjacent slots of bank `index`; slot bank * A + a belongs to actor a."""
+        return range(index * self.num_actors, (index + 1) * self.num_actors)
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal documents give equal bytes."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> RunSpec:
+        return cls.model_validate_json(text)
+
+    def digest(self) -> str:
+        """What handshakes compare: 32 hex digits over the canonical JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:32]
