@@ -1,0 +1,48 @@
+# make train   set up .venv, install, train the demo memory task with a live display, print the result
+# make test    same set-up, all tests
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PRESET ?= tmaze
+
+.PHONY: help setup train test check bench learning clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train     train the demo memory task ($(PRESET)) with a live display"
+	@echo "make test      all tests (under 10 minutes on two cores)"
+	@echo "make check     lint, format, types"
+	@echo "make bench     time the parts and a whole run; results in bench/results/"
+	@echo "make learning  the learning suite, every memory task and arm; results in bench/results/"
+	@echo "make clean     remove what dead runs left in /dev/shm and /tmp"
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: setup
+	$(BIN)/rollout-service train --preset $(PRESET)
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python -m bench.throughput
+
+learning: setup
+	$(BIN)/python -m bench.learning
+
+clean: setup
+	$(BIN)/rollout-service clean
