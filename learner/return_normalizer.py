@@ -1,11 +1,12 @@
 """Running deviation of the discounted return, by which the learner divides rewards.
 
-Writer and reader: the trainer, once per rollout and before GAE. The rewards in the buffer stay raw, so do logged returns.
-Each env has a discounted return g that runs on over rollouts (g := gamma * g + r, from 0 at an episode start); mean,
-variance and count are over every valid row of every env, merged exactly (Chan et al. 1979) in float64.
+Writer and reader: the trainer, once per rollout and before GAE. The rewards in the buffer stay raw, so do logged
+returns. Each env has a discounted return g that runs on over rollouts (g := gamma * g + r, from r at an episode
+start); mean, variance and count are over every valid row of every env, merged exactly (Chan et al. 1979) in float64.
 
 Rows that are not valid are never counted. There is no clip: a scaled reward is at most about sqrt(count), since the
-deviation it is divided by has already seen it. `EPSILON` is the offset under the root: rewards that are all zero stay zero.
+deviation it is divided by has already seen it. `EPSILON` is the offset under the root: rewards that are all zero stay
+zero.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class ReturnNormalizer:
 
     def __init__(self, num_envs: int, gamma: float) -> None:
         self.gamma = gamma
-        self.running = np.zeros(num_envs, np.float64)
+        self.carried = np.zeros(num_envs, np.float64)
+        """[N] gamma * g of the last row taken in; 0 where the episode ended."""
         self.mean, self.variance, self.count = 0.0, 0.0, 0
 
     @property
@@ -39,25 +41,21 @@ class ReturnNormalizer:
         Raises ShapeError unless N is the number of envs.
         """
         num_envs, num_steps = rewards.shape
-        if num_envs != len(self.running) or not rewards.shape == ended.shape == valid.shape:
+        if num_envs != len(self.carried) or not rewards.shape == ended.shape == valid.shape:
             raise ShapeError(
-                f"rewards {rewards.shape}, ended {ended.shape}, valid {valid.shape}: all must be [{len(self.running)}, T]"
+                f"rewards {rewards.shape}, ended {ended.shape} and valid {valid.shape} must all be "
+                f"[{len(self.carried)}, T]"
             )
         returns = np.zeros((num_steps, num_envs), np.float64)
         # Selected, not multiplied: an unwritten row holds NaN, and 0 * NaN is NaN.
         counted = np.where(valid, rewards, 0.0).T.astype(np.float64)
-        kept = np.where(ended | ~valid, 0.0, self.gamma).T
-        entering = np.where(np.asarray(starts) > 0, 0.0, self.gamma * self.running)
+        lives_on = (valid & ~ended).T
+        stays = ~valid.T
+        carried = np.where(np.asarray(starts) > 0, 0.0, self.carried)
         for t in range(num_steps):
-            returns[t] = entering + counted[t]
-            entering = kept[t] * returns[t]
-        taken = valid.any(axis=1)
-        # `entering` is already discounted; what is carried is the return itself, 0 after an end.
-        if self.gamma > 0.0:
-            last = num_steps - 1 - np.argmax(valid[:, ::-1], axis=1)
-            exits = returns[last, np.arange(num_envs)]
-            alive = ~ended[np.arange(num_envs), last]
-            self.running = np.where(taken, np.where(alive, exits, 0.0), self.running)
+            np.add(carried, counted[t], out=returns[t])
+            carried = np.where(stays[t], carried, np.where(lives_on[t], self.gamma * returns[t], 0.0))
+        self.carried = carried
         self._merge(returns.T[valid])
 
     def _merge(self, seen: np.ndarray) -> None:
@@ -74,14 +72,14 @@ class ReturnNormalizer:
     def to_arrays(self) -> dict[str, np.ndarray]:
         """State for a checkpoint."""
         return {
-            "running": self.running.copy(),
+            "carried": self.carried.copy(),
             "statistics": np.array([self.mean, self.variance, float(self.count)], np.float64),
         }
 
-    def load_arrays(self, running: np.ndarray, statistics: np.ndarray) -> None:
+    def load_arrays(self, carried: np.ndarray, statistics: np.ndarray) -> None:
         """State from a checkpoint. With another number of envs every env starts its return anew."""
         self.mean, self.variance, self.count = float(statistics[0]), float(statistics[1]), int(statistics[2])
-        if running.shape == self.running.shape:
-            self.running = running.astype(np.float64)
+        if carried.shape == self.carried.shape:
+            self.carried = carried.astype(np.float64)
         else:
-            self.running = np.zeros_like(self.running)
+            self.carried = np.zeros_like(self.carried)

@@ -37,6 +37,8 @@ from rollout_service.runspec import RunSpec
 FORMAT_VERSION: Final = 1
 ARRAYS_FILE: Final = "arrays.safetensors"
 MANIFEST_FILE: Final = "manifest.json"
+POLICY_PREFIX: Final = "policy/"
+"""What the names of the policy's parameters and statistics begin with; an evaluation needs no others."""
 _PREFIX: Final = "checkpoint-"
 _WRITING: Final = ".writing-"
 
@@ -96,6 +98,14 @@ class Found:
         return [f"checkpoint {each.path} is damaged ({each.reason}); {used}" for each in self.damaged]
 
 
+@dataclass(frozen=True)
+class Usable:
+    """A checkpoint to go on from, and one line per damaged newer one."""
+
+    checkpoint: Checkpoint
+    warnings: tuple[str, ...] = ()
+
+
 def checkpoint_root(run_dir: Path) -> Path:
     """Where the checkpoints of a run are."""
     return Path(run_dir) / "checkpoints"
@@ -137,7 +147,7 @@ def save(run_dir: Path, arrays: Mapping[str, np.ndarray], manifest: Manifest) ->
     except OSError as error:
         shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {target} could not be written: {error}; free space in or permissions of {root} need attention, "
+            f"checkpoint {target} could not be written: {error}; look at the free space and permissions of {root}, "
             "earlier checkpoints are untouched"
         ) from error
     return target
@@ -147,14 +157,18 @@ def load(path: Path) -> Checkpoint:
     """One checkpoint, verified. Raises CheckpointError naming the file and what is wrong with it."""
     path = Path(path)
     if not path.is_dir():
-        raise CheckpointError(f"no checkpoint at {path}: give a checkpoint directory, or a run directory to use its newest")
+        raise CheckpointError(
+            f"no checkpoint at {path}: give a checkpoint directory, or a run directory to use its newest"
+        )
     manifest = load_manifest(path)
     try:
         content = (path / ARRAYS_FILE).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path / ARRAYS_FILE} cannot be read: {error}") from error
     if len(content) != manifest.arrays_bytes:
-        raise CheckpointError(f"{path / ARRAYS_FILE} has {len(content)} bytes, its manifest says {manifest.arrays_bytes}")
+        raise CheckpointError(
+            f"{path / ARRAYS_FILE} has {len(content)} bytes, its manifest says {manifest.arrays_bytes}"
+        )
     if (digest := hashlib.sha256(content).hexdigest()) != manifest.arrays_sha256:
         raise CheckpointError(f"{path / ARRAYS_FILE} has sha256 {digest}, its manifest says {manifest.arrays_sha256}")
     try:
@@ -194,19 +208,19 @@ def newest(run_dir: Path) -> Found:
     return Found(None, tuple(damaged))
 
 
-def require(path: Path) -> Found:
+def require(path: Path) -> Usable:
     """What `path` names: a checkpoint directory, or a run directory, of which the newest usable one is taken.
 
     Raises CheckpointError if there is none.
     """
     path = Path(path)
     if (path / MANIFEST_FILE).exists():
-        return Found(load(path))
+        return Usable(load(path))
     found = newest(path)
     if found.checkpoint is None:
         why = "; ".join(each.reason for each in found.damaged) or f"{checkpoint_root(path)} holds none"
         raise CheckpointError(f"no usable checkpoint in {path}: {why}")
-    return found
+    return Usable(found.checkpoint, tuple(found.warnings()))
 
 
 def rotate(run_dir: Path, keep: int) -> list[Path]:

@@ -54,7 +54,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class TrainConfig(BaseModel):
     """Settings of `rollout-service train`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     # Environment
     env: str = "Memory/TMaze-v0"

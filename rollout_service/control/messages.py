@@ -1,21 +1,23 @@
 """Every message of the control plane, as a frozen schema.
 
-On the wire: one msgpack map `{"v": protocol version, "type": name, **fields}`, at most MAX_MESSAGE_BYTES. Bulk arrays never
-travel here; messages carry slot numbers. `decode` validates and raises MessageRejected; the receiver counts and drops.
+On the wire: one msgpack map `{"v": protocol version, "type": name, **fields}`, at most MAX_MESSAGE_BYTES. Bulk arrays
+never travel here; messages carry slot numbers. `decode` validates and raises MessageRejected; the receiver counts and
+drops. numpy scalars given to a message become Python values when it is made.
 
 Order of a conversation (a: actor, l: learner, o: observer, s: service):
 
     any -> s  HELLO     who I am, what I believe the run to be
     s -> any  WELCOME   the RunSpec, the segments, my identity             or REFUSED, naming both values
-    a -> s    JOIN      what my own env turned out to be                   or REFUSED
-    l -> s    READY     weights of this version are in the bank
-    s -> a    GRANT     fill this slot                                     resent until the actor moves on
-    a -> s    COMMIT    filled; asks for the next lease                    resent until answered, same answer each time
+    a -> s    JOIN      what my own env turned out to be                   resent until GRANT (or REFUSED)
+    l -> s    READY     weights of this version are in the bank            resent until BATCH
+    s -> a    GRANT     fill this slot                                     sent again with each answer while it holds
+    a -> s    COMMIT    filled; asks for the next lease                    resent until GRANT, same answer each time
     s -> a    COMMITTED what became of it
-    a -> s    ABORT     this lease will not be filled
-    s -> l    BATCH     these slots are yours
-    l -> s    PUBLISH   slots released, next bank seeded, weights written, figures of the update
-    s -> any  STOP      finish, leave
+    a -> s    ABORT     this lease will not be filled; asks for the next   resent until GRANT
+    s -> l    BATCH     these slots are yours                              sent again with each answer while it holds
+    l -> s    PUBLISH   slots released, next bank seeded, weights          resent until BATCH or STOP
+                        written, figures of the update
+    s -> any  STOP      finish, leave                                      also told by PONG
     any -> s  BYE       leaving
     any -> s  HEARTBEAT alive; how far I am                                answered by PONG
     o -> s    STATUS    answered by STATUS_REPORT
@@ -27,7 +29,8 @@ from enum import StrEnum
 from typing import Annotated, Any, Final
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout_service.errors import MessageRejected
 from rollout_service.runspec import PROTOCOL_VERSION, AutoresetMode, Spaces, StateStrategy
@@ -38,6 +41,8 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 ShortText = Annotated[str, Field(max_length=8192)]
 LongText = Annotated[str, Field(max_length=512 * 1024)]
+FromWire = Field(strict=False)
+"""For enums and tuples, which msgpack knows as strings and lists; what is in them stays strict."""
 
 
 class Role(StrEnum):
@@ -60,14 +65,34 @@ class StartFrom(StrEnum):
 class Message(BaseModel):
     """Base of all messages. Strict: no coercion between str, int, float and bool beyond int -> float."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _python_values(cls, fields: Any) -> Any:
+        return _without_numpy(fields)
+
+
+def _without_numpy(value: Any) -> Any:
+    """The same value with numpy scalars as Python ones. Arrays stay, and are then refused by their field's type."""
+    match value:
+        case np.generic():
+            return value.item()
+        case dict():
+            return {key: _without_numpy(entry) for key, entry in value.items()}
+        case list():
+            return [_without_numpy(entry) for entry in value]
+        case tuple():
+            return tuple(_without_numpy(entry) for entry in value)
+        case _:
+            return value
 
 
 class Hello(Message):
-    role: Role
+    role: Annotated[Role, FromWire]
     pid: Count
     run_digest: str | None = None
-    state_strategy: StateStrategy | None = None
+    state_strategy: Annotated[StateStrategy | None, FromWire] = None
     requested_actor: Count | None = None
     """A supervised actor names the place it was started for; others get the next free one."""
     incarnation: Count = 0
@@ -94,9 +119,9 @@ class Refused(Message):
 
 class Join(Message):
     spaces: Spaces
-    autoreset: AutoresetMode
+    autoreset: Annotated[AutoresetMode, FromWire]
     run_digest: str
-    state_strategy: StateStrategy
+    state_strategy: Annotated[StateStrategy, FromWire]
 
 
 class Ready(Message):
@@ -109,7 +134,7 @@ class Grant(Message):
     slot: Count
     epoch: Count
     version: Count
-    start: StartFrom
+    start: Annotated[StartFrom, FromWire]
     update: Count
     reset_envs: bool = False
     barrier_after: bool = False
@@ -131,7 +156,7 @@ class Commit(Message):
     valid_steps: Count
     version: Count
     """The weights version that really acted."""
-    episodes: tuple[Episode, ...] = ()
+    episodes: Annotated[tuple[Episode, ...], FromWire] = ()
     seconds: dict[str, float] = {}
     """Time split of the lease: phase -> seconds."""
     counters: dict[str, Count] = {}
@@ -153,9 +178,9 @@ class Abort(Message):
 class Batch(Message):
     update: Count
     bank: Count
-    valid_steps: tuple[Count, ...]
+    valid_steps: Annotated[tuple[Count, ...], FromWire]
     """Per slot of the bank, in slot order; 0 for a slot nobody filled."""
-    versions: tuple[Count, ...]
+    versions: Annotated[tuple[Count, ...], FromWire]
     """Behaviour version per slot."""
     env_steps: Count
     """Valid env steps committed up to and including this batch."""
@@ -168,7 +193,7 @@ class Publish(Message):
     version: Count
     bank: Count
     """The bank that was read and is released."""
-    seeded: tuple[Count, ...] = ()
+    seeded: Annotated[tuple[Count, ...], FromWire] = ()
     """Slots of the other bank whose row 0 and carry flag are seeded."""
     metrics: dict[str, float] = {}
     seconds: dict[str, float] = {}
@@ -186,7 +211,7 @@ class Bye(Message):
 
 
 class Heartbeat(Message):
-    role: Role
+    role: Annotated[Role, FromWire]
     pid: Count
     actor_id: Count | None = None
     incarnation: Count = 0
@@ -216,12 +241,31 @@ MESSAGES: Final[dict[str, type[Message]]] = {
 }  # fmt: skip
 
 
+def message_name(kind: type[Message]) -> str:
+    """What a message is called on the wire and in texts."""
+    return kind.__name__.lower()
+
+
 def encode(message: Message) -> bytes:
-    """One message as bytes. Raises MessageRejected if it is larger than MAX_MESSAGE_BYTES."""
-    name = type(message).__name__.lower()
-    packed: bytes = msgpack.packb({"v": PROTOCOL_VERSION, "type": name, **message.model_dump(mode="json")})
+    """One message as bytes. Raises MessageRejected, naming the field, for what is too large or no message can carry."""
+    name = message_name(type(message))
+    fields = message.model_dump(mode="json")
+    packed = _pack(name, {"v": PROTOCOL_VERSION, "type": name, **fields})
     if len(packed) > MAX_MESSAGE_BYTES:
-        raise MessageRejected(f"{name} is {len(packed)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+        sizes = {field: len(_pack(name, {field: value})) for field, value in fields.items()}
+        largest = max(sizes, key=sizes.__getitem__)
+        raise MessageRejected(
+            f"{name} is {len(packed)} bytes, the limit is {MAX_MESSAGE_BYTES}; {name}.{largest} alone takes "
+            f"{sizes[largest]}: shorten it, bulk goes through shared memory"
+        )
+    return packed
+
+
+def _pack(name: str, fields: dict[str, Any]) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(fields)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise MessageRejected(f"{name} cannot be packed: {type(error).__name__}: {error}") from None
     return packed
 
 
@@ -231,16 +275,18 @@ def decode(data: bytes) -> Message:
         raise MessageRejected(f"message of {len(data)} bytes, the limit is {MAX_MESSAGE_BYTES}")
     try:
         fields = msgpack.unpackb(data, strict_map_key=True)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError) as error:
         raise MessageRejected(f"not msgpack: {type(error).__name__}: {error}") from None
     if not isinstance(fields, dict):
         raise MessageRejected(f"expected a map, got {type(fields).__name__}")
     version, name = fields.pop("v", None), fields.pop("type", None)
     if version != PROTOCOL_VERSION:
-        raise MessageRejected(f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}; install the same release")
+        raise MessageRejected(
+            f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}; install the same release"
+        )
     kind = MESSAGES.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise MessageRejected(f"unknown message type {name!r}")
+        raise MessageRejected(f"unknown message type {name!r:.80}")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

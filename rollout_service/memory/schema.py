@@ -1,7 +1,7 @@
 """What a rollout is made of, as data: every array of a slot, declared once.
 
-Fields come from the spaces and from the policy's state spec. A new field is one line in `rollout_fields` and nowhere else.
-The layout, the writers, the buffer and the checks all read this list.
+Fields come from the spaces and from the policy's state spec. A new field is one line in `rollout_fields` and nowhere
+else. The layout, the writers, the buffer and the checks all read this list.
 """
 
 from __future__ import annotations

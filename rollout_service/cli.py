@@ -1,0 +1,224 @@
+"""`rollout-service train | eval | status | clean | envs`: words in, exit code out.
+
+    exit code   0 as asked   1 the run failed   2 the words or the settings are wrong   130, 143 Ctrl-C, SIGTERM
+
+stdout carries results, stderr everything else. Each command imports what it needs when it runs: nothing here imports
+torch, and `--help` and `status` never do. What must never happen: a traceback for a mistake of the user, or no
+traceback for ours. Left to others: settings (launch/settings), runs (launch/train), roles.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import argparse
+
+    from rollout_service.config import TrainConfig
+
+PROGRAM: Final = "rollout-service"
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if words else EXIT_USAGE
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(version(PROGRAM))
+        return 0
+    command = COMMANDS.get(words[0])
+    if command is None:
+        _complain(f"{words[0]!r} is no command; there are {', '.join(COMMANDS)}")
+        return EXIT_USAGE
+    from rollout_service.errors import RolloutServiceError
+
+    try:
+        return command(words[1:])
+    except RolloutServiceError as error:
+        _complain(str(error))
+        return _exit_code(error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output is gone, e.g. `| head`; nothing more to say, not even at exit.
+        sys.stdout = None
+        return EXIT_FAILED
+
+
+def overview() -> str:
+    """The commands, one line each."""
+    lines = [f"{name:<8}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    listed = "\n  ".join(lines)
+    return f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n  {listed}\n\n{PROGRAM} COMMAND --help says more."
+
+
+def train(words: Sequence[str]) -> int:
+    """Train a policy: actors collect in their own processes, a learner updates."""
+    from rollout_service.launch.settings import parse_train
+
+    config = parse_train(words)
+    return _train_serially(config) if config.serial else _train(config)
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Play episodes with the newest checkpoint of a run, or with a given checkpoint."""
+    parser = _parser("eval", evaluate)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory, or one checkpoint in it")
+    parser.add_argument("--episodes", type=int, default=100, metavar="N", help="episodes to play (default: 100)")
+    parser.add_argument("--argmax", action="store_true", help="the most probable action instead of a sampled one")
+    parser.add_argument("--num-envs", type=int, default=8, metavar="N", help="envs played at once (default: 8)")
+    parser.add_argument("--seed", type=int, default=1, help="root of the random streams (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    chosen = parser.parse_args(words)
+    from pathlib import Path
+
+    from learner.evaluate import evaluate as play
+
+    result = play(
+        Path(chosen.run_dir),
+        episodes=chosen.episodes,
+        argmax=chosen.argmax,
+        num_envs=chosen.num_envs,
+        seed=chosen.seed,
+    )
+    for warning in result.warnings:
+        _complain(warning)
+    names = ("episodes", "return_mean", "return_std", "success_rate", "length_mean")
+    figures = {name: getattr(result, name) for name in names}
+    if chosen.json:
+        _print_json(figures)
+        return 0
+    from rollout_service.observe.progress import result_table
+
+    shown = {name.replace("_", " "): _figure(value) for name, value in figures.items() if value is not None}
+    print(result_table({"checkpoint": str(result.checkpoint), **shown}))
+    return 0
+
+
+def status(words: Sequence[str]) -> int:
+    """Show the runs that live on this machine: slots, actors, lag, rates."""
+    parser = _parser("status", status)
+    parser.add_argument("--json", action="store_true", help='print one line of JSON: {"runs": [...]}')
+    chosen = parser.parse_args(words)
+    from rollout_service.launch.status import render, running
+
+    runs = running()
+    if chosen.json:
+        _print_json({"runs": [run.to_json() for run in runs]})
+    elif runs:
+        print("\n\n".join(render(run) for run in runs))
+    else:
+        print("no run of this user is alive on this machine")
+    return 0
+
+
+def clean(words: Sequence[str]) -> int:
+    """Remove what dead runs left: shared memory, processes, sockets. Runs that live are not touched."""
+    parser = _parser("clean", clean)
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
+    chosen = parser.parse_args(words)
+    from rollout_service.launch.cleanup import clean_up
+
+    leftovers = clean_up(dry_run=chosen.dry_run)
+    for line in leftovers.lines():
+        print(f"{'would remove' if chosen.dry_run else 'removed'} {line}")
+    if not leftovers:
+        print("nothing to clean")
+    return 0
+
+
+def envs(words: Sequence[str]) -> int:
+    """List the memory tasks and the presets."""
+    parser = _parser("envs", envs)
+    parser.parse_args(words)
+    from rollout_service.envs.memory_tasks import TASKS
+    from rollout_service.envs.presets import load_preset, preset_names
+
+    rows = [(name, (task.__doc__ or "").strip().splitlines()[0]) for name, task in TASKS.items()]
+    width = max(len(name) for name, _ in rows)
+    print("tasks")
+    print("\n".join(f"  {name:<{width}}  {text}" for name, text in rows))
+    print("\npresets (train --preset NAME)")
+    for name in preset_names():
+        preset = load_preset(name)
+        kwargs = " ".join(f"{key}={value}" for key, value in preset.get("env_kwargs", {}).items())
+        print(f"  {name:<{width}}  {preset['env']} {kwargs}".rstrip() + f", {preset['total_steps']:,} steps")
+    return 0
+
+
+COMMANDS: Final[dict[str, Callable[[Sequence[str]], int]]] = {
+    "train": train,
+    "eval": evaluate,
+    "status": status,
+    "clean": clean,
+    "envs": envs,
+}
+
+
+def _train(config: TrainConfig) -> int:
+    from rollout_service.launch.supervisor import How
+    from rollout_service.launch.train import train as run
+    from rollout_service.observe.progress import result_rows, result_table
+
+    outcome = run(config)
+    ending = outcome.ending
+    if ending.how is How.FAILED:
+        _complain(ending.reason)
+        return ending.exit_code
+    if config.json_output:
+        _print_json(outcome.result())
+    elif ending.how is How.FINISHED:
+        print(result_table(result_rows(outcome.summary, str(outcome.run_dir))))
+    return ending.exit_code
+
+
+def _train_serially(config: TrainConfig) -> int:
+    from rollout_service.launch.train import train_serially as run
+    from rollout_service.observe.progress import result_rows, result_table
+
+    outcome = run(config)
+    if config.json_output:
+        _print_json(outcome.result())
+    else:
+        print(result_table(result_rows(outcome.summary, str(outcome.run_dir))))
+    return outcome.ending.exit_code
+
+
+def _exit_code(error: Exception) -> int:
+    """Mistakes in the settings, and settings that do not fit this machine, are the user's: 2."""
+    from rollout_service import errors
+
+    users = (errors.ConfigError, errors.SpaceNotSupported, errors.SegmentError, errors.CheckpointError, errors.EnvFault)
+    if isinstance(error, users):
+        return EXIT_USAGE
+    interruption = getattr(error, "interruption", None)
+    return EXIT_FAILED if interruption is None else int(interruption.exit_code)
+
+
+def _parser(name: str, command: Callable[[Sequence[str]], int]) -> argparse.ArgumentParser:
+    """The small commands take few options: the standard parser starts faster than the one of `train`."""
+    import argparse
+
+    return argparse.ArgumentParser(prog=f"{PROGRAM} {name}", description=command.__doc__)
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else f"{value}"
+
+
+def _print_json(fields: dict[str, Any]) -> None:
+    import json
+
+    print(json.dumps(fields), flush=True)
+
+
+def _complain(text: str) -> None:
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)

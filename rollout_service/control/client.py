@@ -1,0 +1,310 @@
+"""A peer's side of the control plane: handshake, requests that survive lost messages, heartbeats, one stop flag.
+
+Who uses it: the shells of actors and learner, and observers. One main thread calls everything; a daemon thread sends
+heartbeats on a socket of its own and watches that the service still answers.
+
+Lost messages: the last request that wants an answer (JOIN, COMMIT, ABORT -> GRANT; READY, PUBLISH -> BATCH) is sent
+again from within `receive` until the answer comes; the service answers repeats alike, and repeats of an answer already
+delivered (same slot, epoch not above; same or earlier update) are dropped here.
+What must never happen: a wait that no signal, STOP or dead service can end. `stop` is safe in a signal handler.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Final, TypeVar, overload
+
+from rollout_service.control.messages import (
+    Abort,
+    Batch,
+    Bye,
+    Commit,
+    Grant,
+    Heartbeat,
+    Hello,
+    Join,
+    Message,
+    Pong,
+    Publish,
+    Ready,
+    Refused,
+    Stop,
+    Welcome,
+    decode,
+    encode,
+    message_name,
+)
+from rollout_service.control.transport import Dealer
+from rollout_service.errors import HandshakeRefused, MessageRejected, ProtocolError, WaitTimedOut
+
+HELLO_EVERY_S: Final = 0.5
+RESEND_EVERY_S: Final = 1.0
+"""A reply takes well below a millisecond; a longer wait means that there is nothing to grant yet, or a lost message."""
+SERVICE_TIMEOUT_S: Final = 15.0
+"""Fifteen heartbeats without one PONG: the service is gone."""
+FLUSH_S: Final = 0.5
+"""Time that a BYE gets to leave at close."""
+FOREVER_S: Final = 3600.0
+TRACEBACK_LIMIT: Final = 64 * 1024
+"""Characters of a traceback that travel: its end says most."""
+
+ANSWERED_BY: Final[dict[type[Message], type[Message]]] = {
+    Join: Grant,
+    Commit: Grant,
+    Abort: Grant,
+    Ready: Batch,
+    Publish: Batch,
+}
+
+M = TypeVar("M", bound=Message)
+M2 = TypeVar("M2", bound=Message)
+
+
+class PulseState:
+    """How far this process is; the main thread writes, the heartbeat thread reads. Plain attributes, no lock."""
+
+    __slots__ = ("phase", "progress")
+
+    def __init__(self) -> None:
+        self.progress: int = 0
+        """Grows with every env step or minibatch."""
+        self.phase: str = ""
+        """"env.step", "env.reset" and "policy" are watched by the service; anything else may take its time."""
+
+
+class Client:
+    """One peer of one service. Not thread-safe but for `stop`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        hello: Hello,
+        *,
+        connect_deadline_s: float,
+        service_timeout_s: float = SERVICE_TIMEOUT_S,
+        resend_every_s: float = RESEND_EVERY_S,
+    ) -> None:
+        self.pulse = PulseState()
+        self.stop_reason: str | None = None
+        self.rejected_messages = 0
+        self._endpoint = endpoint
+        self._hello = hello
+        self._connect_deadline_s = connect_deadline_s
+        self._service_timeout_s = service_timeout_s
+        self._resend_every_s = resend_every_s
+        self._dealer = Dealer(endpoint)
+        self._heart: _Heart | None = None
+        self._request: Message | None = None
+        self._request_sent_at = 0.0
+        self._epochs: dict[int, int] = {}
+        self._update = 0
+        self._said_goodbye = False
+
+    @property
+    def stopping(self) -> bool:
+        """Told to leave: by `stop`, by the service, or by its silence. `stop_reason` says which."""
+        return self.stop_reason is not None
+
+    def stop(self, reason: str = "stopped by a signal") -> None:
+        """Ends every wait. Safe in signal handlers and from other threads."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+        self._dealer.wake()
+
+    def connect(self) -> Welcome:
+        """HELLO until WELCOME; starts the heartbeats. Raises HandshakeRefused, or WaitTimedOut (also after `stop`)."""
+        welcome = self.exchange(self._hello, Welcome, resend_every_s=HELLO_EVERY_S, deadline_s=self._connect_deadline_s)
+        if welcome is None:
+            raise WaitTimedOut(f"left while waiting for WELCOME from {self._endpoint}: {self.stop_reason}")
+        if self._heart is None:
+            self._heart = _Heart(self, self._endpoint, self._hello, welcome, self._service_timeout_s)
+            self._heart.start()
+        return welcome
+
+    def send(self, message: Message) -> None:
+        """Sends once; a request that wants an answer is repeated by `receive` until that comes."""
+        if type(message) in ANSWERED_BY:
+            self._request = message
+        self._said_goodbye = self._said_goodbye or isinstance(message, Bye)
+        self._transmit(message)
+
+    def bye(self, reason: str, traceback: str = "") -> None:
+        """The last word; `close` gives it a moment to leave."""
+        self.send(Bye(reason=reason[-8000:], traceback=traceback[-TRACEBACK_LIMIT:]))
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message, or None after timeout_s or once stopping. STOP is returned, and sets `stopping`.
+
+        Raises HandshakeRefused with the service's reason for REFUSED.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self._next(min(deadline, self._next_resend()))
+            match message:
+                case Refused():
+                    raise HandshakeRefused(f"the service at {self._endpoint} refused: {message.reason}")
+                case Stop():
+                    self.stop(message.reason)
+                    return message
+                case None:
+                    if self.stopping or time.monotonic() >= deadline:
+                        return None
+                    if self._request is not None and time.monotonic() >= self._next_resend():
+                        self._transmit(self._request)
+                case _:
+                    if self._is_news(message):
+                        return message
+
+    @overload
+    def exchange(
+        self, message: Message, until: type[M], resend_every_s: float | None = None, deadline_s: float | None = None
+    ) -> M | None: ...
+
+    @overload
+    def exchange(
+        self,
+        message: Message,
+        until: tuple[type[M], type[M2]],
+        resend_every_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> M | M2 | None: ...
+
+    def exchange(
+        self,
+        message: Message,
+        until: type[Message] | tuple[type[Message], ...],
+        resend_every_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> Message | None:
+        """Sends `message`, again every resend_every_s, until a message of a type in `until` comes, which is returned.
+
+        Other messages on the way are dropped. None once stopping (with Stop in `until`, the STOP itself). deadline_s
+        None waits for as long as the service answers heartbeats. Raises HandshakeRefused and WaitTimedOut.
+        """
+        wanted = until if isinstance(until, tuple) else (until,)
+        every, self._resend_every_s = self._resend_every_s, resend_every_s or self._resend_every_s
+        deadline = time.monotonic() + (FOREVER_S if deadline_s is None else deadline_s)
+        self._request = message
+        try:
+            self._transmit(message)
+            while True:
+                answer = self.receive(max(0.0, deadline - time.monotonic()))
+                if isinstance(answer, wanted):
+                    return answer
+                if self.stopping:
+                    return None
+                if time.monotonic() >= deadline and deadline_s is not None:
+                    raise WaitTimedOut(
+                        f"no {' or '.join(message_name(kind).upper() for kind in wanted)} from {self._endpoint} within "
+                        f"{deadline_s} s of {message_name(type(message)).upper()}; is the service running?"
+                    )
+                if deadline_s is None:
+                    deadline = time.monotonic() + FOREVER_S
+        finally:
+            self._request, self._resend_every_s = None, every
+
+    def close(self) -> None:
+        """Ends the heartbeats and closes the sockets. Idempotent."""
+        if self._heart is not None:
+            self._heart.close()
+        self._dealer.close(FLUSH_S if self._said_goodbye else 0.0)
+
+    def _transmit(self, message: Message) -> None:
+        self._request_sent_at = time.monotonic()
+        self._dealer.send(encode(message))
+
+    def _next_resend(self) -> float:
+        return self._request_sent_at + self._resend_every_s if self._request is not None else float("inf")
+
+    def _next(self, deadline: float) -> Message | None:
+        """One decoded message by `deadline`, or None. What does not decode is counted and dropped."""
+        while True:
+            data = self._dealer.receive(max(0.0, deadline - time.monotonic()), lambda: self.stopping)
+            if data is None:
+                return None
+            try:
+                return decode(data)
+            except MessageRejected:
+                self.rejected_messages += 1
+
+    def _is_news(self, message: Message) -> bool:
+        """False for an answer already delivered. Remembers news, and that the request has been answered."""
+        match message:
+            case Grant(slot=slot, epoch=epoch):
+                if epoch <= self._epochs.get(slot, 0):
+                    return False
+                self._epochs[slot] = epoch
+            case Batch(update=update):
+                if update <= self._update:
+                    return False
+                self._update = update
+            case Welcome() if self._heart is not None:
+                return False
+            case _:
+                pass
+        if self._request is not None and ANSWERED_BY.get(type(self._request)) is type(message):
+            self._request = None
+        return True
+
+
+class _Heart(threading.Thread):
+    """Sends heartbeats, reads PONGs, and stops its client if the service says so or says nothing."""
+
+    def __init__(self, client: Client, endpoint: str, hello: Hello, welcome: Welcome, service_timeout_s: float) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._client = client
+        self._endpoint = endpoint
+        self._hello = hello
+        self._welcome = welcome
+        self._service_timeout_s = service_timeout_s
+        self._leaving = threading.Event()
+        self._dealer: Dealer | None = None
+
+    def run(self) -> None:
+        dealer = self._dealer = Dealer(self._endpoint)
+        try:
+            self._beat(dealer)
+        except ProtocolError as error:
+            self._client.stop(f"heartbeats ended: {error}")
+        finally:
+            dealer.close()
+
+    def close(self) -> None:
+        self._leaving.set()
+        if self._dealer is not None:
+            self._dealer.wake()
+        self.join(self._service_timeout_s)
+
+    def _beat(self, dealer: Dealer) -> None:
+        heard_at = time.monotonic()
+        while not self._leaving.is_set():
+            pulse = self._client.pulse
+            beat = Heartbeat(
+                role=self._hello.role,
+                pid=os.getpid(),
+                actor_id=self._welcome.actor_id,
+                incarnation=self._welcome.incarnation,
+                progress=int(pulse.progress),
+                phase=str(pulse.phase)[:200],
+            )
+            dealer.send(encode(beat))
+            next_beat = time.monotonic() + self._welcome.heartbeat_interval
+            while not self._leaving.is_set() and (left := next_beat - time.monotonic()) > 0:
+                data = dealer.receive(left, self._leaving.is_set)
+                if data is not None and (pong := _pong(data)) is not None:
+                    heard_at = time.monotonic()
+                    if pong.stopping and not self._client.stopping:
+                        self._client.stop("the service is stopping")
+            silence = time.monotonic() - heard_at
+            if silence > self._service_timeout_s and not self._client.stopping:
+                self._client.stop(f"the service at {self._endpoint} has not answered for {silence:.0f} s")
+
+
+def _pong(data: bytes) -> Pong | None:
+    try:
+        message = decode(data)
+    except MessageRejected:
+        return None
+    return message if isinstance(message, Pong) else None

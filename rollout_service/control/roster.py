@@ -1,0 +1,195 @@
+"""Who takes part: the A places of a run, which actor process holds each, and whether it still moves. Pure.
+
+    VACANT --HELLO--> WELCOMED --JOIN--> JOINED --BYE, or proof of death--> VACANT --given up--> ABANDONED
+                                                                              ^---HELLO---------------+
+
+Writer: the coordinator. An actor's identity is (actor_id, incarnation); incarnations of a place only grow, so nothing
+of an earlier process can be mistaken for the present one's. A place is never taken from a process that may still write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+from rollout_service.control.ledger import Identity
+from rollout_service.control.messages import Heartbeat, Hello
+
+WORKING_PHASES: Final = frozenset({"env.step", "env.reset", "policy"})
+"""Phases in which progress has to grow; in others (waiting, loading) it may stand still."""
+SILENCE_S: Final = 10.0
+"""Ten heartbeats: a process that sends none for so long is stopped, swapped out, or holds its interpreter."""
+SILENT_PHASE: Final = "silent"
+RATE_WINDOW_S: Final = 60.0
+"""Rates are means over this long, or since the first event if that is shorter."""
+
+
+class PlaceState(Enum):
+    VACANT = "vacant"
+    WELCOMED = "welcomed"
+    JOINED = "joined"
+    ABANDONED = "abandoned"
+
+
+@dataclass
+class Pulse:
+    """How far a process was when it was last heard."""
+
+    heard_at: float
+    moved_at: float
+    progress: int = 0
+    phase: str = ""
+    reported: bool = False
+    """Stuck was said once; a move clears it."""
+
+    def beat(self, heartbeat: Heartbeat, now: float) -> None:
+        if (heartbeat.progress, heartbeat.phase) != (self.progress, self.phase):
+            self.moved_at, self.reported = now, False
+        self.progress, self.phase, self.heard_at = heartbeat.progress, heartbeat.phase, now
+
+    def stuck(self, now: float, step_timeout: float) -> tuple[str, float] | None:
+        """(phase, seconds) of one that does not move, once."""
+        if self.reported:
+            return None
+        found = None
+        if now - self.heard_at > SILENCE_S:
+            found = (SILENT_PHASE, now - self.heard_at)
+        elif self.phase in WORKING_PHASES and now - self.moved_at > step_timeout:
+            found = (self.phase, now - self.moved_at)
+        self.reported = found is not None
+        return found
+
+    def deadline(self, step_timeout: float) -> float:
+        """When `stuck` could next say something."""
+        if self.reported:
+            return math.inf
+        moves = self.moved_at + step_timeout if self.phase in WORKING_PHASES else math.inf
+        return min(self.heard_at + SILENCE_S, moves)
+
+
+@dataclass
+class Rate:
+    """Amounts per second over a sliding window. The first event opens the window and is not counted."""
+
+    amounts: deque[tuple[float, int]] = field(default_factory=deque)
+    since: float | None = None
+
+    def add(self, now: float, amount: int) -> None:
+        if self.since is None:
+            self.since = now
+            return
+        self.amounts.append((now, amount))
+        self._forget(now)
+
+    def per_second(self, now: float) -> float:
+        self._forget(now)
+        if self.since is None or now <= self.since:
+            return 0.0
+        return sum(amount for _, amount in self.amounts) / min(RATE_WINDOW_S, now - self.since)
+
+    def _forget(self, now: float) -> None:
+        while self.amounts and self.amounts[0][0] < now - RATE_WINDOW_S:
+            self.amounts.popleft()
+
+
+@dataclass
+class Place:
+    """One of the A places, and the process in it."""
+
+    actor_id: int
+    state: PlaceState = PlaceState.VACANT
+    incarnation: int = -1
+    """Of the process in it, or of the last one."""
+    pid: int = 0
+    peer: bytes | None = None
+    pulse: Pulse = field(default_factory=lambda: Pulse(0.0, 0.0))
+    rate: Rate = field(default_factory=Rate)
+    lag: int | None = None
+    """Policy lag of its last accepted commit."""
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.actor_id, self.incarnation)
+
+    @property
+    def occupied(self) -> bool:
+        return self.state in (PlaceState.WELCOMED, PlaceState.JOINED)
+
+
+class Roster:
+    """The places, and which peer is who."""
+
+    def __init__(self, num_actors: int) -> None:
+        self.places = tuple(Place(actor_id) for actor_id in range(num_actors))
+        self._by_peer: dict[bytes, Identity] = {}
+
+    def present(self, peer: bytes) -> Place | None:
+        """The place this peer holds now."""
+        identity = self._by_peer.get(peer)
+        if identity is None:
+            return None
+        place = self.places[identity.actor_id]
+        return place if place.peer == peer else None
+
+    def once_was(self, peer: bytes) -> Identity | None:
+        """Who this peer is or was."""
+        return self._by_peer.get(peer)
+
+    def peers(self) -> list[bytes]:
+        return [place.peer for place in self.places if place.peer is not None]
+
+    def absent(self) -> set[int]:
+        """Places that count as empty until somebody takes them."""
+        return {place.actor_id for place in self.places if place.state is PlaceState.ABANDONED}
+
+    def seat(self, peer: bytes, hello: Hello, now: float) -> Place | str:
+        """The place for an actor that says HELLO, or why there is none."""
+        place = self._find(hello)
+        if isinstance(place, str):
+            return place
+        place.state = PlaceState.WELCOMED
+        place.incarnation = max(hello.incarnation, place.incarnation + 1)
+        place.pid, place.peer = hello.pid, peer
+        place.pulse, place.rate, place.lag = Pulse(now, now), Rate(), None
+        self._by_peer[peer] = place.identity
+        return place
+
+    def vacate(self, place: Place) -> None:
+        place.state, place.peer = PlaceState.VACANT, None
+
+    def _find(self, hello: Hello) -> Place | str:
+        if hello.requested_actor is None:
+            free = [place for place in self.places if not place.occupied]
+            free.sort(key=lambda place: place.state is PlaceState.ABANDONED)
+            return free[0] if free else f"no place is free: all {len(self.places)} actors of this run are here"
+        if hello.requested_actor >= len(self.places):
+            return f"actor {hello.requested_actor} does not exist: this run has {len(self.places)} actors, from 0"
+        place = self.places[hello.requested_actor]
+        if place.occupied:
+            return (
+                f"actor {place.actor_id} is here already (incarnation {place.incarnation}, pid {place.pid}); "
+                f"incarnation {hello.incarnation} may come once that process is proven to be gone"
+            )
+        return place
+
+
+def place_report(place: Place, doing: str, now: float) -> dict[str, Any]:
+    """One line of the status report; JSON-able."""
+    return {
+        "actor_id": place.actor_id,
+        "incarnation": max(place.incarnation, 0),
+        "pid": place.pid if place.occupied else None,
+        "state": doing if place.state is PlaceState.JOINED else place.state.value,
+        "phase": place.pulse.phase if place.occupied else "",
+        "steps_per_second": round(place.rate.per_second(now), 1),
+        "lag": place.lag,
+        "silent_seconds": rounded_since(place.pulse.heard_at if place.occupied else None, now),
+    }
+
+
+def rounded_since(moment: float | None, now: float) -> float | None:
+    """Seconds since `moment` to a tenth, for reports."""
+    return None if moment is None else round(max(0.0, now - moment), 1)

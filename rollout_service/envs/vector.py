@@ -1,0 +1,328 @@
+"""EnvBatch: the E envs of one actor, stepped one after another in this process.
+
+Writers: the owner of the batch, one thread. It writes observations straight into the rows it is given and everything
+else into one StepOutcome that is reused: what it holds is valid until the next step.
+
+An env whose episode ends is reset within the same step: the row then holds the first observation of the next episode,
+and for a truncation the final observation is kept in the outcome. Observations are copied before any further env call,
+since an env may return one array for ever. Whatever a transition cannot hold (an exception, a NaN, a reward of two
+numbers, an observation that does not fit its space) is an EnvFault that names env, step and last action.
+
+Never: allocation of arrays, IO or logging per step. Leaves to others: values of final observations (the actor).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_service.envs.make import Env, check_reset, check_step, observation_leaves, spaces_from_gymnasium
+from rollout_service.errors import EnvFault, SpaceNotSupported
+from rollout_service.memory.schema import OBSERVATIONS
+from rollout_service.runspec import Leaf, SpaceKind, Spaces
+
+Array = NDArray[Any]
+
+SUCCESS_KEYS: Final = ("success", "is_success")
+"""Keys of the last step's info that say whether an episode succeeded; the first one present counts."""
+
+
+_LARGEST_REWARD: Final = float(np.finfo(np.float32).max)
+
+
+class Pulse(Protocol):
+    """Signs of life for a watcher in another thread: plain attributes, written here only."""
+
+    progress: int
+    phase: str
+
+
+@dataclass
+class Silent:
+    """A pulse that nobody watches."""
+
+    progress: int = 0
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEpisode:
+    """One episode that ran to its end, from real transitions only. `total_reward` is raw."""
+
+    env: int
+    """Global index."""
+    total_reward: float
+    length: int
+    success: bool | None
+    """What the env's last info said; None if it said nothing."""
+    truncated: bool
+
+
+@dataclass
+class StepOutcome:
+    """What one step of all E envs brought, besides the observations. Reused by the next step."""
+
+    rewards: NDArray[np.float32]
+    """[E]"""
+    terminated: NDArray[np.bool_]
+    """[E]"""
+    truncated: NDArray[np.bool_]
+    """[E]"""
+    final_observations: dict[str, Array]
+    """[E, *shape] per observation field; a row is meaningful only for the envs in `truncated_envs`."""
+    ended_envs: list[int] = field(default_factory=list)
+    """Rows whose episode ended in this step, ascending."""
+    truncated_envs: list[int] = field(default_factory=list)
+    """Those of them that were truncated and not terminated: they need V(final observation)."""
+    episodes: list[FinishedEpisode] = field(default_factory=list)
+    """Episodes that ended in this step, in the order of `ended_envs`."""
+
+
+class EnvBatch:
+    """E single envs as rows of [E, *] arrays.
+
+    env_ids: global index of each env, for seeds, statistics and errors. seeds: one per env, used by `reset_all`.
+    Raises SpaceNotSupported if an env's spaces are not `spaces`.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Env],
+        spaces: Spaces,
+        *,
+        env_ids: range,
+        seeds: Sequence[int],
+        name: str = "",
+        actor_id: int | None = None,
+        pulse: Pulse | None = None,
+    ) -> None:
+        for env in envs:
+            found = spaces_from_gymnasium(env.observation_space, env.action_space)
+            if found != spaces:
+                raise SpaceNotSupported(f"env {name!r} has the spaces {found}, the run has {spaces}; start all alike")
+        self.pulse: Pulse = pulse or Silent()
+        self.env_ids = env_ids
+        self._envs = tuple(envs)
+        self._steps = tuple(env.step for env in envs)
+        self._seeds: tuple[int, ...] | None = tuple(seeds)
+        self._name = name
+        self._actor_id = actor_id
+        self._leaves = [
+            (OBSERVATIONS + leaf.path, keys, leaf, np.dtype(leaf.dtype))
+            for keys, leaf in observation_leaves(envs[0].observation_space)
+        ]
+        self._float_fields = [name for name, _, _, dtype in self._leaves if dtype.kind == "f"]
+        count = len(envs)
+        self._outcome = StepOutcome(
+            rewards=np.zeros(count, np.float32),
+            terminated=np.zeros(count, np.bool_),
+            truncated=np.zeros(count, np.bool_),
+            final_observations={name: np.zeros((count, *leaf.shape), dtype) for name, _, leaf, dtype in self._leaves},
+        )
+        self._total_rewards = [0.0] * count
+        self._clock = 0
+        self._started = [0] * count
+
+    def __len__(self) -> int:
+        return len(self._envs)
+
+    def reseed(self, seeds: Sequence[int]) -> None:
+        """Seeds for the next `reset_all`."""
+        self._seeds = tuple(seeds)
+
+    def reset_all(self, out: Mapping[str, Array]) -> None:
+        """Start a new episode in every env; first observations into `out`, [E, *shape] per field.
+
+        With seeds pending (after construction and after `reseed`) each env is seeded, its spaces too, and for envs
+        that draw from them also the global generators of Python and NumPy.
+        """
+        for e, env in enumerate(self._envs):
+            seed = None
+            if self._seeds is not None:
+                seed = self._seeds[e]
+                random.seed(seed)
+                np.random.seed(seed)
+                env.action_space.seed(seed)
+                env.observation_space.seed(seed)
+            self._reset(e, out, seed)
+        self._seeds = None
+        self._check_finite(out, range(len(self._envs)), None)
+
+    def step(self, actions: Array, out: Mapping[str, Array]) -> StepOutcome:
+        """One step of every env. actions [E, *]; observations that follow into `out`, [E, *shape] per field."""
+        outcome = self._outcome
+        rewards, totals, store, pulse = outcome.rewards, self._total_rewards, self._store, self.pulse
+        if outcome.ended_envs:
+            outcome.ended_envs, outcome.truncated_envs, outcome.episodes = [], [], []
+            outcome.terminated[:] = outcome.truncated[:] = False
+        self._clock += 1
+        progress = pulse.progress
+        e = 0
+        for step, action in zip(self._steps, actions, strict=True):
+            try:
+                result = step(action)
+            except Exception as error:
+                self._raised("step", e, error, action)
+            try:
+                observation, reward, terminated, truncated, _ = result
+            except (TypeError, ValueError):
+                self._refuse_step(e, result, action)
+            if type(reward) is not float:
+                reward = self._scalar(e, "reward", reward, action)
+            if not -_LARGEST_REWARD <= reward <= _LARGEST_REWARD:
+                raise EnvFault(f"{self._where(e, action)}: reward is {reward}, which is not a finite float32")
+            if type(terminated) is not bool:
+                terminated = self._flag(e, "terminated", terminated, action)
+            if type(truncated) is not bool:
+                truncated = self._flag(e, "truncated", truncated, action)
+            rewards[e] = reward
+            totals[e] += reward
+            if terminated or truncated:
+                outcome.terminated[e], outcome.truncated[e] = terminated, truncated
+                self._end(e, out, result, terminated, action)
+            else:
+                store(e, out, observation, action)
+            e += 1
+            pulse.progress = progress + e
+        self._check_finite(out, range(e), actions)
+        return outcome
+
+    def close(self) -> None:
+        """Close every env."""
+        for env in self._envs:
+            env.close()
+
+    # ------------------------------------------------------------------------------------------- episode boundaries
+
+    def _end(self, e: int, out: Mapping[str, Array], result: Any, terminated: bool, action: Any) -> None:
+        """Record the episode, keep the final observation of a truncation, start the next episode."""
+        outcome = self._outcome
+        observation, info = result[0], result[4]
+        outcome.ended_envs.append(e)
+        if not terminated:
+            self._store(e, outcome.final_observations, observation, action)
+            self._check_finite(outcome.final_observations, (e,), None)
+            outcome.truncated_envs.append(e)
+        outcome.episodes.append(
+            FinishedEpisode(
+                env=self.env_ids[e],
+                total_reward=self._total_rewards[e],
+                length=self._clock - self._started[e],
+                success=_success(info),
+                truncated=not terminated,
+            )
+        )
+        self._reset(e, out, None)
+
+    def _reset(self, e: int, out: Mapping[str, Array], seed: int | None) -> None:
+        phase = self.pulse.phase
+        self.pulse.phase = "env.reset"
+        try:
+            result = self._envs[e].reset(seed=seed) if seed is not None else self._envs[e].reset()
+        except Exception as error:
+            self._raised("reset", e, error, None)
+        check_reset(result, self._who(e))
+        self._total_rewards[e] = 0.0
+        self._started[e] = self._clock
+        self._store(e, out, result[0], None)
+        self.pulse.progress += 1
+        self.pulse.phase = phase
+
+    # ------------------------------------------------------------------------------- what the envs return, into rows
+
+    def _store(self, e: int, out: Mapping[str, Array], observation: Any, action: Any) -> None:
+        """Copy one observation into row e of its fields."""
+        for name, keys, leaf, dtype in self._leaves:
+            value = observation
+            try:
+                for key in keys:
+                    value = value[key]
+            except (KeyError, IndexError, TypeError):
+                raise EnvFault(
+                    f"{self._where(e, action)}: the observation has no {leaf.path}, its space says it has"
+                ) from None
+            if type(value) is not np.ndarray or value.dtype != dtype or value.shape != leaf.shape:
+                value = self._fitted(e, name, value, leaf, dtype, action)
+            out[name][e] = value
+
+    def _fitted(self, e: int, name: str, value: Any, leaf: Leaf, dtype: np.dtype[Any], action: Any) -> Array:
+        """The value as an array of the field's dtype. Refuses other shapes and casts that change a number."""
+        given = np.asarray(value)
+        if given.shape != leaf.shape:
+            raise EnvFault(f"{self._where(e, action)}: {name} has shape {given.shape}, its space says {leaf.shape}")
+        if given.dtype.kind not in "fiub":
+            raise EnvFault(f"{self._where(e, action)}: {name} is of dtype {given.dtype}, its space says {leaf.dtype}")
+        with np.errstate(all="ignore"):
+            fitted = given.astype(dtype)
+        if dtype.kind != "f" and not np.array_equal(fitted, given):
+            wrong = given[fitted != given].flat[0]
+            raise EnvFault(
+                f"{self._where(e, action)}: {name} holds {wrong}, which {leaf.dtype} cannot; its space is wrong"
+            )
+        if leaf.kind is SpaceKind.DISCRETE and not leaf.start <= int(fitted) < leaf.start + (leaf.size or 0):
+            raise EnvFault(
+                f"{self._where(e, action)}: {name} is {fitted}, its space allows "
+                f"{leaf.start} to {leaf.start + (leaf.size or 0) - 1}"
+            )
+        return fitted
+
+    def _scalar(self, e: int, what: str, value: Any, action: Any) -> float:
+        """A reward as a float: any real number, or an array of one."""
+        given = np.asarray(value)
+        if given.size != 1 or given.dtype.kind not in "fiub":
+            raise EnvFault(f"{self._where(e, action)}: {what} is {value!r}, expected one number")
+        return float(given.reshape(())[()])
+
+    def _flag(self, e: int, what: str, value: Any, action: Any) -> bool:
+        """A flag as a bool: a bool, 0 or 1, or an array of one of them."""
+        given = np.asarray(value)
+        if given.size != 1 or given.dtype.kind not in "fiub" or given.reshape(())[()] not in (0, 1):
+            raise EnvFault(f"{self._where(e, action)}: {what} is {value!r}, expected True or False")
+        return bool(given.reshape(())[()])
+
+    def _check_finite(self, out: Mapping[str, Array], rows: Sequence[int], actions: Array | None) -> None:
+        """Raise EnvFault if an observation holds NaN or an infinity. One sum over all rows says that none does."""
+        for name in self._float_fields:
+            values = out[name]
+            if math.isfinite(np.add.reduce(values, axis=None)):
+                continue
+            for e in rows:
+                if not np.isfinite(values[e]).all():
+                    action = None if actions is None else actions[e]
+                    raise EnvFault(f"{self._where(e, action)}: {name} is not finite: {_short(values[e])}")
+
+    # --------------------------------------------------------------------------------------------------------- errors
+
+    def _raised(self, call: str, e: int, error: Exception, action: Any) -> NoReturn:
+        raise EnvFault(f"{self._where(e, action)}: {call} raised {type(error).__name__}: {error}") from error
+
+    def _refuse_step(self, e: int, result: object, action: Any) -> NoReturn:
+        check_step(result, self._where(e, action))
+        raise EnvFault(f"{self._where(e, action)}: step returned {_short(result)}, expected a tuple of 5")
+
+    def _who(self, e: int) -> str:
+        of_actor = "" if self._actor_id is None else f" of actor {self._actor_id}"
+        return f"env {e}{of_actor} ({self._name or 'env'}, global index {self.env_ids[e]})"
+
+    def _where(self, e: int, action: Any) -> str:
+        last = "" if action is None else f", last action {_short(action)}"
+        return f"{self._who(e)}, step {self._clock - self._started[e]} of its episode{last}"
+
+
+def _success(info: Any) -> bool | None:
+    if isinstance(info, Mapping):
+        for key in SUCCESS_KEYS:
+            if key in info:
+                return bool(info[key])
+    return None
+
+
+def _short(value: object) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,117 @@
+"""How many cores this process may use, and why: affinity and cgroup quota, not the machine's core count.
+
+Readers: the supervisor (`num_actors auto`) and the learner's thread count. Pure apart from reading; the cgroup root
+and the membership file are arguments, so tests bring their own.
+What must never happen: one actor per core of the host in a container that owns two of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+CGROUP_MEMBERSHIP: Final = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class UsableCores:
+    """The decision and its reason."""
+
+    count: int
+    reason: str
+
+
+def usable_cores(
+    *, root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP, affinity: int | None = None
+) -> UsableCores:
+    """min(cores in the affinity mask, cgroup quota rounded up), at least 1.
+
+    A quota of 1.5 cores counts as 2: the second actor uses the half core, and time slices even out over a rollout.
+    """
+    allowed = affinity if affinity is not None else _affinity()
+    quota, source = cgroup_quota(root=root, membership=membership)
+    if quota is None:
+        return UsableCores(allowed, f"{allowed} in the affinity mask, no cgroup quota")
+    rounded = max(1, math.ceil(quota))
+    count = min(allowed, rounded)
+    return UsableCores(
+        count, f"min of {allowed} in the affinity mask and {rounded} from the {source} quota of {quota:g}"
+    )
+
+
+def cgroup_quota(*, root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> tuple[float | None, str]:
+    """Cores that the strictest cgroup from this process up to `root` grants, or None; and which cgroup version said
+    so.
+    """
+    found: list[tuple[float, str]] = []
+    for hierarchy, group in _groups(membership):
+        if hierarchy == "v2":
+            quotas = (_quota_v2(directory) for directory in _ancestors(root, group))
+        else:
+            quotas = (_quota_v1(directory) for directory in _ancestors(root / hierarchy, group))
+        found += [(quota, "cgroup v2" if hierarchy == "v2" else "cgroup v1") for quota in quotas if quota is not None]
+    return min(found) if found else (None, "")
+
+
+def _affinity() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _groups(membership: Path) -> list[tuple[str, str]]:
+    """(hierarchy, path of the group) pairs that can limit CPU time. The roots are always looked at as well."""
+    groups = {("v2", "/"), ("cpu", "/"), ("cpu,cpuacct", "/")}
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not controllers:
+            groups.add(("v2", group))
+        elif "cpu" in controllers.split(","):
+            groups |= {(controllers, group), ("cpu", group)}
+    return sorted(groups)
+
+
+def _ancestors(base: Path, group: str) -> list[Path]:
+    """Directories from the group up to the hierarchy's root. In a container the group's own path is often not
+    mounted.
+    """
+    parts = [part for part in group.split("/") if part not in ("", ".", "..")]
+    return [base.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def _quota_v2(directory: Path) -> float | None:
+    words = _words(directory / "cpu.max")
+    if len(words) != 2 or words[0] == "max":
+        return None
+    return _ratio(words[0], words[1])
+
+
+def _quota_v1(directory: Path) -> float | None:
+    quota, period = _words(directory / "cpu.cfs_quota_us"), _words(directory / "cpu.cfs_period_us")
+    if len(quota) != 1 or len(period) != 1:
+        return None
+    return _ratio(quota[0], period[0])
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    try:
+        numerator, denominator = int(quota), int(period)
+    except ValueError:
+        return None
+    return numerator / denominator if numerator > 0 and denominator > 0 else None

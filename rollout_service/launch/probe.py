@@ -1,0 +1,77 @@
+"""The probe: what a run will be, found out by a child that lives only for this.
+
+    python -m rollout_service.launch.probe  < TrainConfig as JSON  > RunSpec as JSON, one line
+
+It makes one env, checks it, reads its spaces, and builds the policy once for its state and parameter manifest. It is
+the only process of a launch that needs both env and torch; the parent imports neither, and no segment exists before
+it is through. An error of ours is one line `{"error": kind, "message": text}` on standard output and exit code 2.
+What an env prints goes to standard error, so that it cannot get between. `num_actors` must be a number here: "auto"
+is resolved by the caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+
+from pydantic import ValidationError
+
+from rollout_service.config import TrainConfig
+from rollout_service.errors import ConfigError, RolloutServiceError
+from rollout_service.runspec import RunSpec
+
+EXIT_REFUSED = 2
+
+
+def build_run_spec(config: TrainConfig) -> RunSpec:
+    """The RunSpec of a run with these settings.
+
+    Raises ConfigError for settings that cannot be run here (device, env), SpaceNotSupported, EnvFault.
+    """
+    if not isinstance(config.num_actors, int):
+        raise ConfigError(f"num_actors is {config.num_actors!r}; the probe needs a number, resolve it first")
+    from learner.staging import select_device
+    from rollout_service.envs.make import check_contract, make_env, spaces_from_gymnasium
+    from rollout_service.policy.actor_critic import ActorCritic
+
+    select_device(config.device)
+    env = make_env(config.env, config.env_kwargs)
+    try:
+        spaces = spaces_from_gymnasium(env.observation_space, env.action_space)
+        check_contract(env, config.env)
+    finally:
+        env.close()
+    policy = ActorCritic(spaces, config.policy_spec(), seed=config.seed)
+    return RunSpec(
+        env=config.env,
+        env_kwargs=config.env_kwargs,
+        spaces=spaces,
+        policy=config.policy_spec(),
+        state=policy.state_spec(),
+        parameters=policy.parameter_specs(),
+        state_strategy=config.state_strategy,
+        num_steps=config.num_steps,
+        num_actors=config.num_actors,
+        envs_per_actor=config.envs_per_actor,
+        envs_per_forward=config.rows_per_forward,
+        seed=config.seed,
+    )
+
+
+def main() -> int:
+    answer = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            line = build_run_spec(TrainConfig.model_validate_json(sys.stdin.read())).to_json()
+            code = 0
+        except (RolloutServiceError, ValidationError) as error:
+            line = json.dumps({"error": type(error).__name__, "message": str(error)})
+            code = EXIT_REFUSED
+    answer.write(line + "\n")
+    answer.flush()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The run directory: who may use it, what is in it, what is kept when a new run takes it over.
+
+    <run dir>/
+        config.toml     the settings as used, numbers resolved; `--resume` reads them again
+        run.log         what the supervisor said
+        metrics.jsonl   one line per update
+        tensorboard/    the same as events
+        logs/           output of each child: learner.log, actor-<id>.<incarnation>.log
+        checkpoints/    written by the learner
+        earlier-<n>/    what a previous run had left here
+        lock            held by the living supervisor
+
+Writer: the supervisor of the run (checkpoints: its learner). Readers: `eval`, plots, people.
+What must never happen: two living runs in one directory, or a new run whose newest checkpoint is an old run's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from rollout_service.config import TrainConfig
+from rollout_service.errors import CheckpointError, ConfigError
+
+CONFIG_FILE: Final = "config.toml"
+OWN_ENTRIES: Final = (CONFIG_FILE, "run.log", "metrics.jsonl", "tensorboard", "logs", "checkpoints")
+"""What a run writes here, and so what a new run may move aside; anything else is the user's."""
+MARKS_OF_A_RUN: Final = ("metrics.jsonl", "checkpoints")
+NOT_SAVED: Final = frozenset({"run_dir", "resume", "serial", "json_output"})
+"""Settings that say how one command was run, not what the run is."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on: counters of the newest usable checkpoint, zeros for a new run."""
+
+    updates: int = 0
+    env_steps: int = 0
+
+
+def default_run_directory(env: str, token: str, now: datetime) -> Path:
+    """`runs/<env>-<date>-<token>`."""
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", env).strip("-.") or "run"
+    return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}-{token[:8]}"
+
+
+class RunDirectory:
+    """An open run directory: locked for this process until `close`."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        """Raises ConfigError if it cannot be made or a living run uses it, CheckpointError if there is nothing to
+        resume.
+        """
+        self.path = path
+        self.moved_aside: Path | None = None
+        if resume and not path.is_dir():
+            raise CheckpointError(f"nothing to resume: {path} is not a directory; give the run_dir of an earlier run")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"run_dir {path} cannot be used: {error.strerror}; choose another one") from error
+        try:
+            self._take()
+            self.resume_point = _resume_point(path) if resume else ResumePoint()
+            if not resume:
+                self.moved_aside = _move_aside(path)
+            (path / "logs").mkdir(exist_ok=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run_dir {self.path} is used by a run that is alive; choose another one") from None
+
+    def save(self, config: TrainConfig) -> None:
+        (self.path / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The settings as a TOML file that `--config` reads back to the same settings. Unset ones are left out."""
+    fields = config.model_dump(mode="json")
+    env_kwargs = fields.pop("env_kwargs")
+    lines = [
+        f"{name} = {_toml_value(value)}"
+        for name, value in fields.items()
+        if value is not None and name not in NOT_SAVED
+    ]
+    if env_kwargs:
+        lines += ["", "[env_kwargs]"]
+        lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in env_kwargs.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case bool() | str():
+            # JSON's strings are TOML basic strings, but for one character that TOML wants escaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(_toml_value(item) for item in value)}]"
+        case dict():
+            entries = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items() if item is not None)
+            return f"{{ {', '.join(entries)} }}"
+        case _:
+            raise ConfigError(
+                f"{value!r} ({type(value).__name__}) cannot be written to {CONFIG_FILE}; use plain values"
+            )
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _resume_point(path: Path) -> ResumePoint:
+    from rollout_service import checkpoint as checkpoints
+
+    manifest = checkpoints.require(path).checkpoint.manifest
+    return ResumePoint(manifest.update, manifest.env_steps)
+
+
+def _move_aside(path: Path) -> Path | None:
+    """Puts what an earlier run left into `earlier-<n>`; nothing is deleted."""
+    if not any((path / mark).exists() for mark in MARKS_OF_A_RUN):
+        return None
+    number = 1
+    while (aside := path / f"earlier-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for name in OWN_ENTRIES:
+        if (path / name).exists():
+            (path / name).rename(aside / name)
+    return aside

@@ -1,0 +1,233 @@
+"""`train --serial`: all roles of a run in one process and one thread, for a debugger.
+
+The same Actor, Trainer and memory as in a run of many processes, in the same order: every actor fills its slot of a
+bank with weights v, the learner updates from that bank and seeds the other one, weights v+1 are published. So it
+gives the same numbers, bit for bit, and a breakpoint anywhere stops the whole run. No sockets, no leases, no child
+processes.
+
+Writers: this thread, everything. What must never happen: another order of operations than the coordinator's
+(tests/parity compares them). Left to others: drawing (`on_update`), logs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from rollout_service import checkpoint as checkpoints
+from rollout_service.config import TrainConfig, check_fits_one_rollout
+from rollout_service.control.messages import Grant, StartFrom
+from rollout_service.launch.cpu import usable_cores
+from rollout_service.launch.probe import build_run_spec
+from rollout_service.memory.schema import rollout_fields
+from rollout_service.memory.slots import RolloutMemory
+from rollout_service.memory.weights import WeightsMemory
+from rollout_service.observe.metrics import RunMetrics, Summary
+from rollout_service.runspec import NUM_BANKS, RunSpec, StateStrategy
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from learner.trainer import Trainer, UpdateReport
+    from workers.actor import Actor
+
+ACTOR_THREADS = 1
+"""As in an actor's own process."""
+
+
+@dataclass(frozen=True)
+class SerialUpdate:
+    """What a caller sees after every update."""
+
+    report: UpdateReport
+    summary: Summary
+
+
+def run_serial(config: TrainConfig, on_update: Callable[[SerialUpdate], None] | None = None) -> dict[str, Any]:
+    """Trains to the last whole rollout that fits into total_steps and returns the result, as `--json` prints it.
+
+    Checkpoints go to config.run_dir; without one nothing is written. Raises what a role raises, with its own traceback.
+    """
+    import torch
+
+    from learner.staging import keep_freed_memory
+    from learner.trainer import Trainer
+
+    if config.num_actors == "auto":
+        config = config.model_copy(update={"num_actors": usable_cores().count})
+    keep_freed_memory()
+    threads = torch.get_num_threads()
+    spec = build_run_spec(config)
+    total = check_fits_one_rollout(config, spec.num_actors)
+    try:
+        with SerialRun(config, spec, Trainer(config, spec, total_updates=total)) as run:
+            while run.trainer.updates_done < total:
+                update = run.one_update()
+                if on_update is not None:
+                    on_update(update)
+            return run.result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class SerialRun:
+    """Actors, trainer and memory of one run, ready for its first update. A context manager."""
+
+    def __init__(self, config: TrainConfig, spec: RunSpec, trainer: Trainer) -> None:
+        from learner.rollout_buffer import RecurrentRolloutBuffer
+        from learner.staging import thread_count
+        from workers.actor import Actor
+
+        self.config = config
+        self.spec = spec
+        self.learner_threads = thread_count(config, spec.num_envs)
+        self.trainer = trainer
+        self.version = 0
+        self.checkpoint: Path | None = None
+        self._epoch = 0
+        self._seeded: set[int] = set()
+        self.bank = 0
+        """The bank that is filled next."""
+        self._open = ExitStack()
+        with ExitStack() as stack:
+            self.memory = stack.enter_context(
+                RolloutMemory.create(
+                    rollout_fields(spec.spaces, spec.state),
+                    num_slots=spec.num_slots,
+                    envs_per_slot=spec.envs_per_actor,
+                    num_steps=spec.num_steps,
+                )
+            )
+            self.weights = stack.enter_context(WeightsMemory.create(spec.parameters))
+            self.rollouts = [RecurrentRolloutBuffer.over(self.memory, spec.bank(bank)) for bank in range(NUM_BANKS)]
+            self.actors: list[Actor] = []
+            for actor_id in range(spec.num_actors):
+                self.actors.append(Actor(spec, self.memory, self.weights, actor_id))
+                stack.callback(self.actors[-1].close)
+            self._prepare()
+            self._open = stack.pop_all()
+        self.metrics = RunMetrics(
+            total_steps=trainer.total_updates * spec.steps_per_rollout,
+            total_updates=trainer.total_updates,
+            num_actors=spec.num_actors,
+            started=time.monotonic(),
+            env_steps=trainer.env_steps_done,
+            updates=trainer.updates_done,
+        )
+        for actor_id in range(spec.num_actors):
+            self.metrics.actor_joined(actor_id)
+
+    def _prepare(self) -> None:
+        """Goes on from the newest checkpoint, or writes the first one; publishes the first weights."""
+        found = checkpoints.Found(None)
+        if self.config.run_dir is not None and self.config.resume:
+            found = checkpoints.newest(self.config.run_dir)
+        if found.checkpoint is not None:
+            self.trainer.restore(found.checkpoint)
+            self.checkpoint = found.checkpoint.path
+        self.publish()
+        if found.checkpoint is None:
+            self._save()
+
+    def one_update(self) -> SerialUpdate:
+        """Every actor fills its slot, then the learner updates and publishes."""
+        slots = self.spec.bank(self.bank)
+        return self.learn([self.collect(actor, slot) for actor, slot in zip(self.actors, slots, strict=True)])
+
+    def collect(self, actor: Actor, slot: int, preempted: Callable[[], bool] | None = None) -> int:
+        """One lease, as the coordinator would grant it. Returns its valid_steps; `preempted` may end it early."""
+        import torch
+
+        torch.set_num_threads(ACTOR_THREADS)
+        self._epoch += 1
+        grant = Grant(
+            slot=slot,
+            epoch=self._epoch,
+            version=self.version,
+            start=StartFrom.SEEDED if slot in self._seeded else StartFrom.FRESH,
+            update=self.trainer.updates_done + 1,
+        )
+        commit = actor.fill(grant, preempted=preempted)
+        self.metrics.rollout(
+            episodes=commit.episodes, seconds=commit.seconds, counters=commit.counters, now=time.monotonic()
+        )
+        return commit.valid_steps
+
+    def learn(self, valid_steps: list[int]) -> SerialUpdate:
+        """One update from the bank that was filled, valid_steps per slot; then the other bank is to be filled."""
+        import torch
+
+        torch.set_num_threads(self.learner_threads)
+        update = self.trainer.updates_done + 1
+        other = (self.bank + 1) % NUM_BANKS
+        report = self.trainer.update(
+            self.rollouts[self.bank], valid_steps=valid_steps, seed_into=self.rollouts[other], update=update
+        )
+        self.publish()
+        self.bank = other
+        self._seeded = set(self.spec.bank(other)) if self.spec.state_strategy is StateStrategy.STORED else set()
+        if update % self.config.checkpoint_interval == 0 or update == self.trainer.total_updates:
+            self._save()
+        now = time.monotonic()
+        self.metrics.update(
+            update=update,
+            env_steps=self.trainer.env_steps_done,
+            figures=report.metrics,
+            seconds=report.seconds,
+            now=now,
+        )
+        return SerialUpdate(report, self.metrics.summary(now))
+
+    def publish(self) -> None:
+        """Hands out the trainer's weights under the next version."""
+        self.version += 1
+        self.weights.publish(self.version, self.trainer.weights())
+
+    def _save(self) -> None:
+        if self.config.run_dir is not None:
+            self.checkpoint = self.trainer.save(self.config.run_dir, version=self.version)
+
+    def result(self) -> dict[str, Any]:
+        """The figures of the run so far, JSON-able."""
+        summary = self.metrics.summary(time.monotonic())
+        return {
+            "run_dir": None if self.config.run_dir is None else str(self.config.run_dir),
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+            "env_steps": summary.env_steps,
+            "updates": summary.updates,
+            "episodes": summary.episodes,
+            "return_mean": summary.return_mean,
+            "success_rate": summary.success_rate,
+            "length_mean": summary.length_mean,
+            "steps_per_second": summary.steps_per_second,
+            "elapsed_s": summary.elapsed_s,
+            "counters": dict(summary.counters),
+            "weights_digest": weights_digest(self.trainer.weights()),
+        }
+
+    def close(self) -> None:
+        """Closes envs and memory."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def weights_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """32 hex digits over names and bytes of all arrays: equal weights, equal digest."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,66 @@
+"""Ctrl-C, SIGTERM and SIGHUP as messages in the supervisor's inbox.
+
+Who installs: the supervisor, around a whole run, in the main thread. `queue.SimpleQueue.put` may be called from a
+signal handler, and a `get` that waits is interrupted for the handler to run, so the main thread reacts at once without
+polling. What must never happen: an exception raised in the middle of teardown because a signal came.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final
+
+from rollout_service.errors import RolloutServiceError
+
+STOP_SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """A signal asked the run to end."""
+
+    signum: int
+
+    @property
+    def exit_code(self) -> int:
+        """128 + signal, as shells count: 130 for Ctrl-C, 143 for SIGTERM."""
+        return 128 + self.signum
+
+    @property
+    def name(self) -> str:
+        return "Ctrl-C" if self.signum == signal.SIGINT else signal.Signals(self.signum).name
+
+
+class Interrupted(RolloutServiceError):
+    """A signal asked the run to end before it had begun."""
+
+    def __init__(self, interruption: Interruption) -> None:
+        super().__init__(f"interrupted by {interruption.name}")
+        self.interruption = interruption
+
+
+@contextmanager
+def interruptions(inbox: queue.SimpleQueue[object]) -> Iterator[None]:
+    """While inside, stop signals arrive in `inbox` as Interruption. Outside the main thread nothing is installed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        inbox.put(Interruption(signum))
+
+    # A signal that is ignored here (nohup) stays ignored.
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
+    for each in before:
+        signal.signal(each, note)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler if handler is not None else signal.SIG_DFL)

@@ -1,0 +1,339 @@
+"""The supervisor: starts the processes of a run, replaces actors that die or hang, and ends everything once.
+
+    inbox <- events of the coordinator | ChildEnded | Interruption        one queue, one thread, no polling
+
+    phase      leaves by                                                               what is done meanwhile
+    RUNNING    last update | Ctrl-C, SIGTERM | learner dead | budget spent | failure   replace actors, log, draw
+    STOPPING   no child left                                                           STOP; SIGTERM, SIGKILL when
+    overdue
+
+Who writes: the main thread alone starts, signals and reaps children, writes logs and draws; the coordinator runs in the
+server's thread and is spoken to through `server.submit`. What must never happen: an exit that leaves a process, a
+segment or a socket behind, whichever way the run ends; file IO in the coordinator's thread; torch in this process.
+Left to others: how a child is started and described (children), when an actor comes back (restarts), numbers (observe).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from rollout_service.config import OnActorFailure, TrainConfig
+from rollout_service.control import events
+from rollout_service.control.messages import Role
+from rollout_service.control.server import Server
+from rollout_service.launch.children import Child, ChildEnded, Launcher, describe_exit, kill_with_descendants
+from rollout_service.launch.restarts import RestartBudget
+from rollout_service.launch.signals import Interruption
+from rollout_service.lifeline import STACK_DUMP_SIGNAL
+from rollout_service.observe.journal import Journal
+from rollout_service.observe.logs import RunLogs
+from rollout_service.observe.metrics import RunMetrics, log_record
+from rollout_service.observe.progress import Progress
+
+EXIT_FAILED: Final = 1
+STACK_DUMP_S: Final = 0.5
+"""A stuck actor gets this long to write its stacks before it is killed."""
+START_DEADLINE_S: Final = 120.0
+"""From an actor's process start to its JOIN: importing torch and making its envs. Longer means that it hangs."""
+
+
+class How(Enum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The first reason to stop wins; what follows from it is not another one."""
+
+    how: How
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds from STOP to SIGTERM and to SIGKILL."""
+
+    term_s: float
+    kill_s: float
+
+
+PATIENCE: Final = {
+    # The learner wrote its last checkpoint before it published; what is left is to let go of memory.
+    (How.FINISHED, Role.ACTOR): Patience(4.0, 6.0),
+    (How.FINISHED, Role.LEARNER): Patience(8.0, 10.0),
+    # Ctrl-C has to be through within 5 s; the learner needs most of that for its checkpoint.
+    (How.INTERRUPTED, Role.ACTOR): Patience(1.5, 2.5),
+    (How.INTERRUPTED, Role.LEARNER): Patience(3.0, 4.0),
+    (How.FAILED, Role.ACTOR): Patience(1.0, 2.0),
+    (How.FAILED, Role.LEARNER): Patience(3.0, 4.0),
+}
+
+
+class Supervisor:
+    """One run's processes, from the first start to the last exit."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        num_actors: int,
+        launcher: Launcher,
+        server: Server,
+        inbox: queue.SimpleQueue[object],
+        metrics: RunMetrics,
+        journal: Journal,
+        logs: RunLogs,
+        progress: Progress,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.num_actors = num_actors
+        self.launcher = launcher
+        self.server = server
+        self.inbox = inbox
+        self.metrics = metrics
+        self.journal = journal
+        self.logs = logs
+        self.progress = progress
+        self.clock = clock
+        self.budget = RestartBudget(config.max_restarts, config.restart_window)
+        self.ending: Ending | None = None
+        self._alive: dict[int, Child] = {}
+        self._joined: set[tuple[int, int]] = set()
+        self._killed_for: dict[int, str] = {}
+        self._last_words: dict[tuple[Role, int, int], str] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._stopping_since = 0.0
+        self._terminated: set[int] = set()
+        self._shown_at = -math.inf
+
+    def run(self) -> Ending:
+        """Starts all children, returns when none is left. Any exception ends them too."""
+        try:
+            self._adopt(self.launcher.learner())
+            for actor_id in range(self.num_actors):
+                self._adopt(self.launcher.actor(actor_id, 0))
+            self.logs.open()
+            while self.ending is None or self._alive:
+                self._turn()
+        finally:
+            self._kill_all()
+        return self.ending
+
+    def _turn(self) -> None:
+        """One message, or one tick of the clock."""
+        now = self.clock()
+        wait = min(self.progress.interval_s, self._timers[0][0] - now if self._timers else self.progress.interval_s)
+        try:
+            message = self.inbox.get(timeout=max(0.0, wait))
+        except queue.Empty:
+            pass
+        else:
+            self._react(message)
+        now = self.clock()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        if self.ending is not None:
+            self._press(now)
+        if now - self._shown_at >= self.progress.interval_s:
+            self._shown_at = now
+            self.progress.show(self.metrics.summary(now))
+
+    def _react(self, message: object) -> None:
+        now = self.clock()
+        match message:
+            case ChildEnded(process=process):
+                if child := self._alive.pop(process.pid, None):
+                    self._child_ended(child, process.wait(), now)
+            case Interruption():
+                self._interrupted(message)
+            case events.RolloutCommitted():
+                self.metrics.rollout(
+                    episodes=message.episodes, seconds=message.seconds, counters=message.counters, now=now
+                )
+            case events.BatchFormed():
+                self.metrics.batch(message.waited_for)
+            case events.UpdateFinished():
+                self._update_finished(message, now)
+            case events.ActorJoined():
+                self._joined.add((message.actor_id, message.incarnation))
+                self.metrics.actor_joined(message.actor_id)
+            case events.ActorStuck():
+                self._actor_stuck(message)
+            case events.PeerLeft():
+                key = (message.role, -1 if message.actor_id is None else message.actor_id, message.incarnation)
+                self._last_words[key] = message.traceback
+            case events.PeerRefused():
+                self.journal.say(f"{message.role.value} (pid {message.pid}) was turned away: {message.reason}")
+            case events.RunFinished():
+                self._stop(Ending(How.FINISHED, message.reason, 0))
+            case events.ServerFailed():
+                self.journal.say(message.traceback.rstrip())
+                self._stop(Ending(How.FAILED, f"the service failed: {message.error}", EXIT_FAILED))
+            case _:
+                raise TypeError(f"unexpected message in the supervisor's inbox: {message!r}")
+
+    # Children
+
+    def _adopt(self, child: Child) -> None:
+        self._alive[child.process.pid] = child
+        self.journal.note(f"started {child.name}")
+        if child.role is Role.ACTOR:
+            self._after(START_DEADLINE_S, lambda: self._check_joined(child))
+
+    def _check_joined(self, child: Child) -> None:
+        if (child.actor_id, child.incarnation) not in self._joined:
+            self._kill_stuck(child, f"did not join within {START_DEADLINE_S:g} s of its start")
+
+    def _child_ended(self, child: Child, code: int, now: float) -> None:
+        self.journal.note(f"{child.name} ended with {describe_exit(code)}")
+        words = self._last_words.pop((child.role, child.actor_id, child.incarnation), "") or child.log_tail()
+        if child.role is Role.ACTOR:
+            self.metrics.actor_left(child.actor_id)
+        if self.ending is not None:
+            if code != 0 and child.process.pid not in self._terminated and self.ending.how is not How.FAILED:
+                self.journal.say(f"{child.name} ended with {describe_exit(code)} while stopping\n{words}".rstrip())
+            return
+        if child.role is Role.LEARNER:
+            self._learner_ended(child, code, words)
+        else:
+            self._actor_ended(child, code, words, now)
+
+    def _learner_ended(self, child: Child, code: int, words: str) -> None:
+        """The learner holds the optimiser: without it the run ends. A restart from its checkpoint would begin here."""
+        self.server.submit(lambda coordinator, at: coordinator.learner_lost(at))
+        self.journal.say(f"{child.name} ended with {describe_exit(code)}\n{words}".rstrip())
+        self._stop(Ending(How.FAILED, f"the learner ended with {describe_exit(code)}", EXIT_FAILED))
+
+    def _actor_ended(self, child: Child, code: int, words: str, now: float) -> None:
+        actor_id, incarnation = child.actor_id, child.incarnation
+        reason = self._killed_for.pop(child.process.pid, f"ended with {describe_exit(code)}")
+        self.server.submit(lambda coordinator, at: coordinator.actor_lost(actor_id, incarnation, reason, at))
+        what = f"{child.name} {reason}"
+        if self.config.on_actor_failure is OnActorFailure.STOP:
+            self.journal.say(f"{what}; the run stops (on_actor_failure stop)\n{words}".rstrip())
+            self._stop(Ending(How.FAILED, f"actor {actor_id} {reason}", EXIT_FAILED))
+            return
+        delay = self.budget.spend(actor_id, now)
+        if delay is None:
+            self.journal.say(
+                f"{what}; the run stops: all {self.budget.max_restarts} restarts within {self.budget.window_s:g} s are "
+                f"used up (max_restarts, restart_window)\n{words}".rstrip()
+            )
+            self._stop(Ending(How.FAILED, f"actor {actor_id} {reason}, and no restart is left", EXIT_FAILED))
+            return
+        when = f"in {delay:g} s" if delay else "now"
+        count = f"restart {self.budget.spent} of {self.budget.max_restarts} within {self.budget.window_s:g} s"
+        self.journal.say(f"{what}; replaced {when} ({count})\n{words}".rstrip())
+        self.metrics.restarts += 1
+        self._after(delay, lambda: self._replace(actor_id, incarnation + 1))
+
+    def _replace(self, actor_id: int, incarnation: int) -> None:
+        if self.ending is None:
+            self._adopt(self.launcher.actor(actor_id, incarnation))
+
+    def _actor_stuck(self, event: events.ActorStuck) -> None:
+        text = f"was stuck in {event.phase} for {event.seconds:.1f} s (step_timeout {self.config.step_timeout:g} s)"
+        child = self._alive.get(event.pid)
+        if child is None or (child.actor_id, child.incarnation) != (event.actor_id, event.incarnation):
+            self.journal.say(f"actor {event.actor_id} (pid {event.pid}), not started by this service, {text}")
+        else:
+            self._kill_stuck(child, text)
+
+    def _kill_stuck(self, child: Child, why: str) -> None:
+        """First its stacks into its log, then the end; its death is then reported like any other."""
+        pid = child.process.pid
+        if pid in self._alive and pid not in self._killed_for:
+            self._killed_for[pid] = f"{why} and was killed"
+            child.process.send_signal(STACK_DUMP_SIGNAL)
+            self._after(STACK_DUMP_S, lambda: self._kill(child))
+
+    def _kill(self, child: Child) -> None:
+        if child.process.pid in self._alive:
+            kill_with_descendants(child.process)
+
+    def _after(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (self.clock() + delay, next(self._timer_numbers), action))
+
+    # Numbers
+
+    def _update_finished(self, event: events.UpdateFinished, now: float) -> None:
+        self.metrics.update(
+            update=event.update, env_steps=event.env_steps, figures=event.metrics, seconds=event.seconds, now=now
+        )
+        self.logs.write(event.env_steps, event.update, log_record(self.metrics.summary(now)))
+        if event.checkpoint is not None:
+            self.journal.note(f"checkpoint {event.checkpoint}")
+
+    # The end
+
+    def _interrupted(self, interruption: Interruption) -> None:
+        if self.ending is not None:
+            self.journal.say(f"{interruption.name} while stopping: killing what is left")
+            self._kill_all()
+            return
+        self.journal.say(f"{interruption.name}: stopping, the learner saves a checkpoint (again: stop at once)")
+        self._stop(Ending(How.INTERRUPTED, f"interrupted by {interruption.name}", interruption.exit_code))
+
+    def _stop(self, ending: Ending) -> None:
+        """From RUNNING to STOPPING. A second reason changes nothing."""
+        if self.ending is not None:
+            return
+        self.ending = ending
+        self._stopping_since = self.clock()
+        self._timers.clear()
+        self.server.submit(lambda coordinator, at: coordinator.stop(ending.reason, at))
+        for child in self._alive.values():
+            if child.role is Role.ACTOR and (child.actor_id, child.incarnation) not in self._joined:
+                # Still importing: it cannot hear STOP, and has nothing to save.
+                self._terminate(child)
+
+    def _press(self, now: float) -> None:
+        """SIGTERM, then SIGKILL, for whoever is overdue; and a timer for the next one."""
+        if self.ending is None:
+            return
+        waited = now - self._stopping_since
+        due = []
+        for child in self._alive.values():
+            patience = PATIENCE[self.ending.how, child.role]
+            if waited >= patience.kill_s:
+                if child.process.pid not in self._killed_for:
+                    self.journal.say(f"{child.name} did not stop within {patience.kill_s:g} s and was killed")
+                    self._killed_for[child.process.pid] = "overdue"
+                    self._terminated.add(child.process.pid)
+                    kill_with_descendants(child.process)
+            elif waited >= patience.term_s:
+                self._terminate(child)
+                due.append(patience.kill_s)
+            else:
+                due.append(patience.term_s)
+        if due and not self._timers:
+            self._after(max(0.0, min(due) - waited), lambda: None)
+
+    def _terminate(self, child: Child) -> None:
+        if child.process.pid not in self._terminated:
+            self._terminated.add(child.process.pid)
+            child.process.terminate()
+
+    def _kill_all(self) -> None:
+        """The last resort, and the net under every exception."""
+        for child in self._alive.values():
+            self._terminated.add(child.process.pid)
+            kill_with_descendants(child.process)
+        for child in self._alive.values():
+            child.process.wait()
+        self._alive.clear()

@@ -1,0 +1,90 @@
+"""A child's tie to the service that started it: it ignores Ctrl-C, and it leaves when its parent dies.
+
+Who calls: `workers` and `learner`, first thing in their `__main__`, before torch is imported. Who decides: the
+supervisor, by putting its pid into PARENT_VARIABLE; a role started by hand has no such variable and is left alone.
+
+Two ties, because each has a hole. The kernel's PR_SET_PDEATHSIG works even while the main thread hangs in C code and
+holds the interpreter, but only on Linux. A watching thread works elsewhere, gives a learner time to save, and ends a
+process whose main thread does not react to SIGTERM.
+It also answers SIGUSR1 with the stacks of all threads on standard error, which is how the supervisor shows where a
+stuck actor hangs. What must never happen: a child that outlives its parent by more than GRACE_S plus a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Final
+
+PARENT_VARIABLE: Final = "ROLLOUT_SERVICE_PARENT"
+"""Environment variable with the pid of the supervising process."""
+GRACE_S: Final = 6.0
+"""From the parent's death to the end of a child that did not leave by itself; children have to be gone within 10 s."""
+POLL_S: Final = 0.5
+"""How often the parent is looked for where the kernel cannot tell of its death."""
+EXIT_ORPHANED: Final = 70
+"""Exit code of a child that the watching thread had to end."""
+PR_SET_PDEATHSIG: Final = 1
+STACK_DUMP_SIGNAL: Final = getattr(signal, "SIGUSR1", signal.SIGTERM)
+"""Makes a child write the stacks of all its threads to standard error. SIGTERM where there is no SIGUSR1."""
+KILL: Final = getattr(signal, "SIGKILL", signal.SIGTERM)
+
+
+def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> bool:
+    """Ignore SIGINT and leave when the supervisor dies. Returns whether there is a supervisor to follow.
+
+    on_death: what the kernel sends at the parent's death. SIGKILL for a process with nothing to save (an actor: its
+    lease is void, and an env that hangs in C code would ignore anything gentler); SIGTERM for one that may write a
+    checkpoint. grace_s: seconds from the parent's death until this process is ended in any case.
+    """
+    text = os.environ.get(PARENT_VARIABLE)
+    if text is None:
+        return False
+    parent = int(text)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(STACK_DUMP_SIGNAL, all_threads=True)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _ask_kernel(on_death)
+    if os.getppid() != parent:
+        # The parent died before the kernel was asked.
+        os.kill(os.getpid(), on_death)
+    threading.Thread(target=_watch, args=(parent, grace_s), name="lifeline", daemon=True).start()
+    return True
+
+
+def _ask_kernel(on_death: signal.Signals) -> None:
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(on_death), 0, 0, 0)
+
+
+def _watch(parent: int, grace_s: float) -> None:
+    wait_for_death(parent)
+    time.sleep(grace_s)
+    os._exit(EXIT_ORPHANED)
+
+
+def wait_for_death(parent: int) -> None:
+    """Returns once `parent` is no longer this process's parent. Waits without polling where the kernel has pidfds."""
+    try:
+        descriptor = os.pidfd_open(parent)
+    except (AttributeError, OSError):
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        return
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        while os.getppid() == parent:
+            poller.poll()
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,206 @@
+"""What a run is doing, as numbers: episodes, rates, time split. Pure: takes values and `now`, returns values.
+
+Writer: the supervisor's main thread, from the coordinator's events. Readers: progress, logs, the result line.
+What must never happen: counting a step that no update consumed, or scaled rewards in `return_mean`.
+Leaves to others: drawing (`progress`), files (`jsonl`, `tensorboard`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+RETURN_WINDOW: Final = 100
+"""return_mean and length_mean are over the last this many finished episodes."""
+SUCCESS_WINDOW: Final = 1000
+"""success_rate is over the last this many finished episodes that report success."""
+RECENT_UPDATES: Final = 20
+"""Window of the time split and of the rate behind the time left."""
+
+
+class FinishedEpisode(Protocol):
+    """What is read of an episode: raw reward sum, length in env steps, success if the env reports it."""
+
+    @property
+    def total_reward(self) -> float: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def success(self) -> bool | None: ...
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The run at one moment. None where nothing is known yet."""
+
+    env_steps: int
+    total_steps: int
+    updates: int
+    total_updates: int
+    episodes: int
+    return_mean: float | None
+    success_rate: float | None
+    length_mean: float | None
+    steps_per_second: float | None
+    """From the first env step to the last update."""
+    recent_steps_per_second: float | None
+    eta_s: float | None
+    elapsed_s: float
+    actors_alive: int
+    num_actors: int
+    restarts: int
+    slowest_actor: int | None
+    """The actor that batches waited for most often."""
+    slowest_share: float
+    """Share of batches that waited for it."""
+    actor_split: Mapping[str, float]
+    """Phase -> share of the actors' time, over the last updates."""
+    learner_split: Mapping[str, float]
+    figures: Mapping[str, float]
+    """The learner's figures of the last update."""
+    counters: Mapping[str, int]
+
+
+@dataclass
+class RunMetrics:
+    """Aggregates one run. `env_steps` and `updates` start above 0 in a resumed run."""
+
+    total_steps: int
+    total_updates: int
+    num_actors: int
+    started: float
+    env_steps: int = 0
+    updates: int = 0
+    restarts: int = 0
+    episodes: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._steps_before = self.env_steps
+        self._first_step: float | None = None
+        self._last_update: float | None = None
+        self._alive: set[int] = set()
+        self._returns: deque[float] = deque(maxlen=RETURN_WINDOW)
+        self._lengths: deque[int] = deque(maxlen=RETURN_WINDOW)
+        self._successes: deque[bool] = deque(maxlen=SUCCESS_WINDOW)
+        self._actor_phases: deque[Mapping[str, float]] = deque(maxlen=RECENT_UPDATES * self.num_actors)
+        self._learner_phases: deque[Mapping[str, float]] = deque(maxlen=RECENT_UPDATES)
+        self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT_UPDATES + 1)
+        self._waits: Counter[int] = Counter()
+
+    def actor_joined(self, actor_id: int) -> None:
+        self._alive.add(actor_id)
+
+    def actor_left(self, actor_id: int) -> None:
+        self._alive.discard(actor_id)
+
+    def rollout(
+        self,
+        *,
+        episodes: Iterable[FinishedEpisode],
+        seconds: Mapping[str, float],
+        counters: Mapping[str, int],
+        now: float,
+    ) -> None:
+        """One accepted commit. seconds: phase -> seconds of the whole lease."""
+        began = now - sum(seconds.values())
+        if self._first_step is None:
+            self._steps_before = self.env_steps
+            self._marks.append((began, self.env_steps))
+        if self._last_update is None and (self._first_step is None or began < self._first_step):
+            self._first_step = began
+        for episode in episodes:
+            self.episodes += 1
+            self._returns.append(episode.total_reward)
+            self._lengths.append(episode.length)
+            if episode.success is not None:
+                self._successes.append(episode.success)
+        self._actor_phases.append(seconds)
+        self.counters.update(counters)
+
+    def batch(self, waited_for: int | None) -> None:
+        if waited_for is not None:
+            self._waits[waited_for] += 1
+
+    def update(
+        self, *, update: int, env_steps: int, figures: Mapping[str, float], seconds: Mapping[str, float], now: float
+    ) -> None:
+        """One finished update. env_steps: env steps consumed up to and including it."""
+        self.updates, self.env_steps = update, env_steps
+        self.figures = dict(figures)
+        self._last_update = now
+        self._learner_phases.append(seconds)
+        self._marks.append((now, env_steps))
+
+    def summary(self, now: float) -> Summary:
+        recent = self._rate(self._marks[0], self._marks[-1]) if self._marks else None
+        left = self.total_steps - self.env_steps
+        slowest, count = self._waits.most_common(1)[0] if self._waits else (None, 0)
+        return Summary(
+            env_steps=self.env_steps,
+            total_steps=self.total_steps,
+            updates=self.updates,
+            total_updates=self.total_updates,
+            episodes=self.episodes,
+            return_mean=_mean(self._returns),
+            success_rate=_mean(self._successes),
+            length_mean=_mean(self._lengths),
+            steps_per_second=self._overall_rate(),
+            recent_steps_per_second=recent,
+            eta_s=max(left, 0) / recent if recent else None,
+            elapsed_s=now - self.started,
+            actors_alive=len(self._alive),
+            num_actors=self.num_actors,
+            restarts=self.restarts,
+            slowest_actor=slowest,
+            slowest_share=count / self._waits.total() if count else 0.0,
+            actor_split=_split(self._actor_phases),
+            learner_split=_split(self._learner_phases),
+            figures=self.figures,
+            counters=self.counters,
+        )
+
+    def _overall_rate(self) -> float | None:
+        if self._first_step is None or self._last_update is None:
+            return None
+        return self._rate((self._first_step, self._steps_before), (self._last_update, self.env_steps))
+
+    @staticmethod
+    def _rate(first: tuple[float, int], last: tuple[float, int]) -> float | None:
+        seconds = last[0] - first[0]
+        return (last[1] - first[1]) / seconds if seconds > 0 and last[1] > first[1] else None
+
+
+def log_record(summary: Summary) -> dict[str, float]:
+    """The scalars of one log entry, by tag; unknown ones are left out."""
+    scalars: dict[str, float | None] = {
+        "rollout/return_mean": summary.return_mean,
+        "rollout/success_rate": summary.success_rate,
+        "rollout/length_mean": summary.length_mean,
+        "rollout/episodes": summary.episodes,
+        "time/steps_per_second": summary.recent_steps_per_second,
+        "time/elapsed_s": summary.elapsed_s,
+        "actors/alive": summary.actors_alive,
+        "actors/restarts": summary.restarts,
+        **{f"learner/{name}": value for name, value in summary.figures.items()},
+        **{f"split_actor/{name}": value for name, value in summary.actor_split.items()},
+        **{f"split_learner/{name}": value for name, value in summary.learner_split.items()},
+        **{f"count/{name}": value for name, value in summary.counters.items()},
+    }
+    return {tag: float(value) for tag, value in scalars.items() if value is not None}
+
+
+def _mean(values: deque[float] | deque[int] | deque[bool]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _split(phases: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    totals: Counter[str] = Counter()
+    for seconds in phases:
+        for phase, value in seconds.items():
+            totals[phase] += value  # type: ignore[assignment]
+    whole = sum(totals.values())
+    return {phase: value / whole for phase, value in totals.items()} if whole > 0 else {}

@@ -1,0 +1,83 @@
+"""Encoders: from network inputs to one feature vector per row, in front of the recurrent core.
+
+    vector leaves ─────────────┐
+                               ├─ concatenated ─ linear ─ tanh ─> [M, encoder_dim]
+    image leaves ─ convolutions┘
+
+Read by the acting path and the sequence path alike. What must never happen: one row's features depending on another row
+(no batch statistics), for actors see other rows together than the learner does. Left to others: scaling (spaces.py) and
+statistics (normalizer.py).
+
+Axis letters: M rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rollout_service.policy.spaces import image_size, input_size
+from rollout_service.runspec import Leaf
+
+HIDDEN_GAIN = math.sqrt(2.0)
+"""Gain of the orthogonal weights in front of the core."""
+CONV_CHANNELS = (16, 32, 32)
+"""Each convolution halves both sides, rounded up: 84 x 84 ends as 11 x 11, and no image is too small."""
+
+
+def orthogonal_linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
+    """A linear layer with orthogonal weights and zero bias that leaves torch's global random state alone."""
+    layer = nn.Linear(inputs, outputs, device="meta").to_empty(device="cpu")
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def orthogonal_conv(inputs: int, outputs: int, generator: torch.Generator) -> nn.Conv2d:
+    """A 3 x 3 convolution of stride 2, orthogonal weights and zero bias."""
+    layer = nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1, device="meta").to_empty(device="cpu")
+    nn.init.orthogonal_(layer.weight, HIDDEN_GAIN, generator=generator)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ImageStack(nn.Module):
+    """Convolutions for one image leaf: [M, C, Y, X] in [0, 1] -> [M, outputs]."""
+
+    def __init__(self, leaf: Leaf, generator: torch.Generator) -> None:
+        super().__init__()
+        channels, height, width = image_size(leaf)
+        layers = []
+        for outputs in CONV_CHANNELS:
+            layers.append(orthogonal_conv(channels, outputs, generator))
+            channels, height, width = outputs, (height + 1) // 2, (width + 1) // 2
+        self.layers = nn.ModuleList(layers)
+        self.outputs = channels * height * width
+
+    def forward(self, image: Tensor) -> Tensor:
+        for layer in self.layers:
+            image = torch.relu(layer(image))
+        return image.flatten(1)
+
+
+class Encoder(nn.Module):
+    """All observation leaves of a row -> [M, dim]."""
+
+    def __init__(self, leaves: Sequence[Leaf], dim: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.images = nn.ModuleList(ImageStack(leaf, generator) for leaf in leaves if leaf.is_image)
+        vectors = sum(input_size(leaf) for leaf in leaves if not leaf.is_image)
+        images = sum(int(stack.outputs) for stack in self.images if isinstance(stack, ImageStack))
+        self.linear = orthogonal_linear(vectors + images, dim, HIDDEN_GAIN, generator)
+
+    def forward(self, vectors: Sequence[Tensor], images: Sequence[Tensor]) -> Tensor:
+        """vectors: [M, size] each; images: [M, C, Y, X] each; both in the order of the leaves."""
+        features = list(vectors)
+        features.extend(stack(image) for stack, image in zip(self.images, images, strict=True))
+        # cat also copies a lone leaf to aligned memory: rows read from a shared slot may start anywhere, and a matrix
+        # product may round differently there.
+        return torch.tanh_(self.linear(torch.cat(features, dim=1)))

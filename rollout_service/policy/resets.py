@@ -1,0 +1,93 @@
+"""Where the extra time steps go that reset a recurrent core inside a whole-sequence kernel.
+
+A kernel that runs a whole sequence cannot zero its state in between. So one time step is inserted in front of every
+row at which an episode starts after the first column; at that step a separate input channel, 0 at real steps, shuts
+the gates, and zero state leaves it. A sequence grows by one step per such start; shorter ones are filled up behind
+their last step, where nothing is read.
+
+    starts       0  0  1  0  1            R: inserted step, .: filler
+    real step    0  1  2  3  4
+    padded time  0  1  R  2  3  R  4  .
+
+Pure index arithmetic; read by recurrent.py only. Left to others: the state at the first column, chosen before the
+kernel runs.
+
+Axis letters: T steps of a sequence, P padded steps, n sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ResetPlan:
+    """Places in padded, time-major order: flat index = padded step * n + sequence."""
+
+    num_steps: int
+    """P"""
+    num_rows: int
+    """n"""
+    real: Tensor
+    """int64 [n * T]: the place of each real step, in env-major order."""
+    flags: Tensor
+    """float32 [P, n, 1]: 1 wherever no real step is."""
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Env-major rows [n, T, D] -> padded [P, n, D + 1]: zeros where no real step is, flags in the last channel."""
+        flat = rows.reshape(-1, rows.shape[-1])
+        padded = flat.new_zeros(self.num_steps * self.num_rows, flat.shape[1]).index_copy_(0, self.real, flat)
+        return self.flag(padded.view(self.num_steps, self.num_rows, -1))
+
+    def flag(self, padded: Tensor) -> Tensor:
+        """[P, n, D] -> [P, n, D + 1]."""
+        return torch.cat([padded, self.flags], dim=2)
+
+    def gather(self, padded: Tensor) -> Tensor:
+        """Padded [P, n, H] -> the real steps, env-major [n, T, H]."""
+        picked: Tensor = _PickRows.apply(padded.reshape(-1, padded.shape[-1]), self.real)  # type: ignore[no-untyped-call]
+        return picked.view(self.num_rows, -1, padded.shape[-1])
+
+
+class _PickRows(torch.autograd.Function):
+    """index_select whose places all differ, so that its gradient is a copy; the general one adds, in 4x the time."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = rows.shape[0]
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,) = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient.new_zeros(ctx.num_rows, gradient.shape[1]).index_copy_(0, places, gradient), None
+
+
+def plan_resets(starts: Tensor) -> ResetPlan | None:
+    """Plan for episode starts [n, T], nonzero where an episode starts; column 0 is not looked at.
+
+    None where nothing has to be inserted. T must be at least 1.
+    """
+    num_rows, num_steps = starts.shape
+    inner = starts.ne(0)
+    inner[:, 0] = False
+    shift = inner.cumsum(1)
+    extra = int(shift[:, -1].max())
+    if extra == 0:
+        return None
+    place = (torch.arange(num_steps, device=starts.device) + shift) * num_rows
+    place += torch.arange(num_rows, device=starts.device).unsqueeze(1)
+    real = place.reshape(-1)
+    flags = torch.ones((num_steps + extra) * num_rows, device=starts.device).index_fill_(0, real, 0.0)
+    return ResetPlan(
+        num_steps=num_steps + extra,
+        num_rows=num_rows,
+        real=real,
+        flags=flags.view(num_steps + extra, num_rows, 1),
+    )

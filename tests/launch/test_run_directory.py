@@ -1,0 +1,46 @@
+"""The run directory: one living run, nothing of an old run mistaken for a new one's, nothing deleted."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from rollout_service.errors import CheckpointError, ConfigError
+from rollout_service.launch.rundir import RunDirectory, default_run_directory
+
+
+def test_the_default_name_says_env_and_time():
+    path = default_run_directory("my.module:Env-v0", "0123456789abcdef", datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
+    assert path == Path("runs/my.module-Env-v0-20260102-030405-01234567")
+
+
+def test_a_living_run_keeps_others_out(tmp_path: Path):
+    with RunDirectory(tmp_path / "run", resume=False), pytest.raises(ConfigError, match="alive"):
+        RunDirectory(tmp_path / "run", resume=False)
+    RunDirectory(tmp_path / "run", resume=False).close()
+
+
+def test_an_earlier_run_is_moved_aside_and_what_is_not_ours_stays(tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.toml").write_text("seed = 1\n")
+    (tmp_path / "notes.txt").write_text("mine")
+    with RunDirectory(tmp_path, resume=False) as opened:
+        assert opened.moved_aside == tmp_path / "earlier-1"
+    assert (tmp_path / "earlier-1" / "config.toml").read_text() == "seed = 1\n"
+    assert (tmp_path / "notes.txt").exists()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_resuming_nothing_is_an_error(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        RunDirectory(tmp_path / "missing", resume=True)
+    with pytest.raises(CheckpointError):
+        RunDirectory(tmp_path, resume=True)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file/run"):
+        RunDirectory(tmp_path / "file" / "run", resume=False)

@@ -1,0 +1,106 @@
+"""Rewards are divided by the deviation of the discounted return, over real rows only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from learner.return_normalizer import ReturnNormalizer
+from rollout_service.errors import ShapeError
+
+
+def rows(*values: float) -> np.ndarray:
+    return np.array([values], np.float32)
+
+
+def flags(*values: int) -> np.ndarray:
+    return np.array([values], bool)
+
+
+def by_hand(rewards: list[float], ends: list[int], gamma: float) -> list[float]:
+    """The discounted return of every row of one env, step by step."""
+    returns, carried = [], 0.0
+    for reward, end in zip(rewards, ends, strict=True):
+        carried = gamma * carried + reward
+        returns.append(carried)
+        if end:
+            carried = 0.0
+    return returns
+
+
+def test_statistics_are_those_of_the_discounted_return() -> None:
+    normalizer = ReturnNormalizer(1, gamma=0.5)
+    normalizer.update(rows(1, 2, 3, 4), flags(0, 1, 0, 0), flags(1, 1, 1, 1), np.ones(1))
+    returns = by_hand([1, 2, 3, 4], [0, 1, 0, 0], 0.5)
+    assert returns == [1, 2.5, 3, 5.5]
+    assert normalizer.count == 4
+    assert normalizer.mean == pytest.approx(3.0)
+    assert normalizer.variance == pytest.approx(np.var(returns))
+    assert normalizer.scale == pytest.approx(1 / np.std(returns))
+
+
+def test_the_return_runs_on_over_rollouts_as_if_there_were_one() -> None:
+    rewards, ends = np.random.default_rng(1).normal(size=(3, 24)), np.random.default_rng(2).random((3, 24)) < 0.2
+    valid = np.ones_like(ends)
+    whole, parts = ReturnNormalizer(3, 0.9), ReturnNormalizer(3, 0.9)
+    whole.update(rewards, ends, valid, np.ones(3))
+    starts = np.ones(3)
+    for start in range(0, 24, 8):
+        part = slice(start, start + 8)
+        parts.update(rewards[:, part], ends[:, part], valid[:, part], starts)
+        starts = ends[:, part][:, -1].astype(float)
+    assert parts.count == whole.count == 72
+    assert parts.mean == pytest.approx(whole.mean, rel=1e-12)
+    assert parts.variance == pytest.approx(whole.variance, rel=1e-12)
+    np.testing.assert_allclose(parts.carried, whole.carried, rtol=1e-12)
+
+
+def test_rows_that_are_not_valid_are_neither_counted_nor_read() -> None:
+    padded, plain = ReturnNormalizer(1, 0.9), ReturnNormalizer(1, 0.9)
+    padded.update(rows(1, 2, np.nan, np.nan), flags(0, 0, 0, 0), flags(1, 1, 0, 0), np.ones(1))
+    plain.update(rows(1, 2), flags(0, 0), flags(1, 1), np.ones(1))
+    assert (padded.mean, padded.variance, padded.count) == (plain.mean, plain.variance, 2)
+    np.testing.assert_array_equal(padded.carried, plain.carried)
+
+
+def test_autoreset_fillers_do_not_change_the_count() -> None:
+    """Two episodes of four steps, with and without a filler row after each: eight real rows in both."""
+    with_fillers, without = ReturnNormalizer(1, 0.9), ReturnNormalizer(1, 0.9)
+    with_fillers.update(
+        rows(1, 1, 1, 1, 0, 1, 1, 1, 1, 0),
+        flags(0, 0, 0, 1, 1, 0, 0, 0, 1, 1),
+        flags(1, 1, 1, 1, 0, 1, 1, 1, 1, 0),
+        np.ones(1),
+    )
+    without.update(rows(*[1] * 8), flags(0, 0, 0, 1, 0, 0, 0, 1), flags(*[1] * 8), np.ones(1))
+    assert with_fillers.count == without.count == 8
+    assert with_fillers.variance == pytest.approx(without.variance)
+
+
+def test_a_new_episode_at_row_zero_forgets_the_carried_return() -> None:
+    normalizer = ReturnNormalizer(2, gamma=1.0)
+    ones = np.ones((2, 3), np.float32)
+    normalizer.update(ones, np.zeros((2, 3), bool), np.ones((2, 3), bool), np.ones(2))
+    normalizer.update(ones, np.zeros((2, 3), bool), np.ones((2, 3), bool), np.array([0.0, 1.0]))
+    np.testing.assert_array_equal(normalizer.carried, [6.0, 3.0])
+
+
+def test_constant_zero_rewards_then_one_then_huge_ones_stay_finite() -> None:
+    normalizer = ReturnNormalizer(1, 0.99)
+    none = np.zeros((1, 1000), bool)
+    for value in (0.0, 1.0, 1e30):
+        normalizer.update(np.full((1, 1000), value, np.float32), none, ~none, np.zeros(1))
+        assert np.isfinite(normalizer.scale)
+        assert normalizer.scale > 0.0
+        assert value * normalizer.scale <= np.sqrt(normalizer.count)
+
+
+def test_nothing_seen_means_a_factor_of_one() -> None:
+    normalizer = ReturnNormalizer(2, 0.9)
+    normalizer.update(np.zeros((2, 0), np.float32), np.zeros((2, 0), bool), np.zeros((2, 0), bool), np.ones(2))
+    assert normalizer.scale == 1.0
+
+
+def test_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ShapeError, match=r"\[2, T\]"):
+        ReturnNormalizer(2, 0.9).update(rows(1), flags(0), flags(1), np.ones(1))

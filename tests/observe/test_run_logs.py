@@ -1,0 +1,41 @@
+"""Log files: one curve, strictly increasing steps, also after a resume; TensorBoard without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rollout_service.observe.logs import RunLogs
+
+
+def steps(run_dir: Path) -> list[int]:
+    return [json.loads(line)["env_steps"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(run_dir: Path, updates: range, *, resume_at: int = 0) -> None:
+    with RunLogs(run_dir, tensorboard=True, resume_at=resume_at) as logs:
+        logs.open()
+        for update in updates:
+            logs.write(100 * update, update, {"rollout/return_mean": float(update)})
+
+
+def test_steps_increase_strictly_over_a_resume_from_an_older_checkpoint(tmp_path: Path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 10), resume_at=400)
+    assert steps(tmp_path) == [100, 200, 300, 400, 500, 600, 700, 800, 900]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    scalars = events.Scalars("rollout/return_mean")
+    assert [(event.step, event.value) for event in scalars] == [(100 * update, update) for update in range(1, 10)]
+
+
+def test_a_new_run_starts_its_file_anew_and_a_torn_line_is_dropped(tmp_path: Path):
+    write(tmp_path, range(1, 3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"env_steps": 300, "upd')
+    write(tmp_path, range(3, 4), resume_at=200)
+    assert steps(tmp_path) == [100, 200, 300]
+    write(tmp_path, range(1, 2))
+    assert steps(tmp_path) == [100]

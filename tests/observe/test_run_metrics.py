@@ -1,0 +1,90 @@
+"""Figures of a run: windows, rates from the first step to the last update, time split."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from rollout_service.observe.metrics import RunMetrics, log_record
+
+
+@dataclass
+class Episode:
+    total_reward: float
+    length: int = 4
+    success: bool | None = None
+
+
+def metrics(**changes: int) -> RunMetrics:
+    return RunMetrics(**{"total_steps": 1000, "total_updates": 10, "num_actors": 2, "started": 0.0, **changes})
+
+
+def rollout(run: RunMetrics, episodes: list[Episode], now: float = 1.0, **seconds: float) -> None:
+    run.rollout(episodes=episodes, seconds=seconds, counters={}, now=now)
+
+
+def test_the_return_is_over_the_last_hundred_episodes():
+    run = metrics()
+    rollout(run, [Episode(float(value)) for value in range(150)])
+    summary = run.summary(2.0)
+    assert (summary.return_mean, summary.episodes) == (sum(range(50, 150)) / 100, 150)
+
+
+def test_success_is_over_the_last_thousand_and_unknown_if_no_episode_reports_it():
+    run = metrics()
+    rollout(run, [Episode(1.0)] * 3)
+    assert run.summary(2.0).success_rate is None
+    rollout(run, [Episode(1.0, success=False)] * 600 + [Episode(1.0, success=True)] * 900)
+    assert run.summary(2.0).success_rate == 0.9
+
+
+def test_speed_counts_from_the_first_env_step_to_the_last_update():
+    run = metrics()
+    rollout(run, [], now=12.0, env=2.0)
+    rollout(run, [], now=12.5, env=1.0)
+    run.update(update=1, env_steps=100, figures={}, seconds={}, now=14.0)
+    run.update(update=2, env_steps=200, figures={}, seconds={}, now=15.0)
+    summary = run.summary(99.0)
+    assert summary.steps_per_second == 200 / 5
+    assert summary.eta_s == pytest.approx(800 / 40)
+
+
+def test_a_resumed_run_counts_its_own_steps_for_the_speed_only():
+    run = metrics(env_steps=500, updates=5)
+    rollout(run, [], now=1.0, env=1.0)
+    run.update(update=6, env_steps=600, figures={}, seconds={}, now=2.0)
+    summary = run.summary(3.0)
+    assert (summary.env_steps, summary.updates, summary.steps_per_second) == (600, 6, 50.0)
+
+
+def test_nothing_is_claimed_before_anything_is_known():
+    summary = metrics().summary(1.0)
+    unknown = (summary.return_mean, summary.success_rate, summary.length_mean, summary.steps_per_second, summary.eta_s)
+    assert unknown == (None,) * 5
+    assert summary.slowest_actor is None
+
+
+def test_time_is_split_by_phase():
+    run = metrics()
+    rollout(run, [], env=1.0, policy=3.0)
+    run.update(update=1, env_steps=100, figures={"entropy": 0.5}, seconds={"update": 2.0}, now=2.0)
+    summary = run.summary(2.0)
+    assert (summary.actor_split, summary.learner_split) == ({"env": 0.25, "policy": 0.75}, {"update": 1.0})
+    assert log_record(summary)["learner/entropy"] == 0.5
+
+
+def test_the_slowest_actor_is_the_one_batches_waited_for():
+    run = metrics()
+    for actor in (1, 0, 1, 1):
+        run.batch(actor)
+    summary = run.summary(1.0)
+    assert (summary.slowest_actor, summary.slowest_share) == (1, 0.75)
+
+
+def test_actors_are_counted_while_they_live():
+    run = metrics()
+    run.actor_joined(0)
+    run.actor_joined(1)
+    run.actor_left(0)
+    assert run.summary(1.0).actors_alive == 1

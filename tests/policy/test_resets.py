@@ -1,0 +1,41 @@
+"""Where inserted reset steps go."""
+
+from __future__ import annotations
+
+import torch
+
+from rollout_service.policy.resets import plan_resets
+
+
+def test_nothing_is_inserted_for_starts_in_the_first_column() -> None:
+    assert plan_resets(torch.tensor([[1.0, 0, 0], [0, 0, 0]])) is None
+
+
+def test_one_step_is_inserted_in_front_of_each_later_start() -> None:
+    starts = torch.tensor([[0, 0, 1, 0, 1], [1, 0, 0, 1, 0]])
+    plan = plan_resets(starts)
+    assert plan is not None
+    assert (plan.num_steps, plan.num_rows) == (7, 2)
+    rows = (torch.arange(10.0) + 1).view(2, 5, 1)
+    spread = plan.spread(rows)
+    assert spread[:, 0, 0].tolist() == [1, 2, 0, 3, 4, 0, 5]
+    assert spread[:, 0, 1].tolist() == [0, 0, 1, 0, 0, 1, 0]
+    assert spread[:, 1, 0].tolist() == [6, 7, 8, 0, 9, 10, 0]
+    assert spread[:, 1, 1].tolist() == [0, 0, 0, 1, 0, 0, 1]
+    assert torch.equal(plan.gather(spread[..., :1]), rows)
+
+
+def test_gradients_pass_through_insertion_and_selection_unchanged() -> None:
+    plan = plan_resets(torch.tensor([[0, 1, 1], [0, 0, 1]]))
+    assert plan is not None
+    rows = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.arange(18.0).view(2, 3, 3)
+    (plan.gather(plan.spread(rows)) * weights).sum().backward()  # type: ignore[no-untyped-call]
+    assert rows.grad is not None
+    assert torch.equal(rows.grad, weights[..., :2])
+
+
+def test_the_plan_leaves_the_flags_it_was_given_alone() -> None:
+    starts = torch.ones(2, 3)
+    plan_resets(starts)
+    assert torch.equal(starts, torch.ones(2, 3))
