@@ -7,8 +7,8 @@ face of them, and only the learner's products and another rollout's row 0 are wr
 Writers: standalone the caller, over slots the actors; in both cases the learner for advantages, returns and the seed of
 the next rollout. Readers: the trainer, through batches that own their memory.
 Must never happen: a batch from stale advantages, or one whose row 0 was already seeded for the next rollout.
-Left to others: leases and order between processes (control), the byte layout (memory), what is done with arguments
-(cells), estimators (gae), tensors (sequences).
+Left to others: leases and order between processes (control), the byte layout (memory), checking and writing cells
+(cells, cell_writer), accessors (rollout_views), estimators (gae), tensors (sequences).
 
 Life of a standalone rollout:
 
@@ -34,28 +34,24 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from learner.cell_writer import CellWriter, state_cells
 from learner.cells import (
     EnvIds,
-    envs_within,
-    is_single,
-    leaf_of,
     per_env,
     require_finite,
     require_fraction,
     require_positive,
     require_size,
     spaces_of,
-    step_within,
-    to_cells,
 )
 from learner.gae import Estimator, advantages_and_returns
 from learner.rollout_views import CARRY, Epochs, RolloutViews
 from learner.sequences import Generator, SequenceBatch, check_envs_per_minibatch, materialize
 from rollout_service.config import GaeRule
 from rollout_service.errors import IncompleteRollout, OutOfOrder, ShapeError
-from rollout_service.memory.schema import FINAL_PREFIX, OBSERVATIONS, Per, rollout_fields
-from rollout_service.memory.slots import RolloutMemory, SlotWriter
-from rollout_service.recurrence import State, ended, warm_start
+from rollout_service.memory.schema import FINAL_PREFIX, Per, rollout_fields
+from rollout_service.memory.slots import RolloutMemory
+from rollout_service.recurrence import ended, warm_start
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -67,15 +63,6 @@ class _Covered:
 
     valid_steps: NDArray[np.int64]
     epochs: Epochs
-
-
-@dataclass
-class _Own:
-    """What only a standalone buffer has: the writer of its one slot, and which cells were written in this rollout."""
-
-    writer: SlotWriter
-    written: NDArray[np.bool_]
-    """[N, T]"""
 
 
 class RecurrentRolloutBuffer(RolloutViews):
@@ -119,10 +106,9 @@ class RecurrentRolloutBuffer(RolloutViews):
         super().__init__(memory, slots)
         self._covered: _Covered | None = None
         self._seeded: Epochs | None = None
-        self._own: _Own | None = None
+        self._cells: CellWriter | None = None
         if own:
-            written = np.zeros((self._num_envs, self._num_steps), np.bool_)
-            self._own = _Own(memory.writer(slots.start), written)
+            self._cells = CellWriter(memory.writer(slots.start), memory.fields)
 
     # Writing
 
@@ -146,40 +132,17 @@ class RecurrentRolloutBuffer(RolloutViews):
         truncation_value: V(final observation, state exiting the step), NaN or None where there is none. A row with
         valid=False (autoreset filler) gets zero state. Raises OutOfRange, ShapeError, IncompleteRollout (not finite).
         """
-        own = self._require_own("add")
-        step, envs = self._at(step, env_id)
-        n, single = envs.stop - envs.start, is_single(env_id)
-
-        def cells(argument: str, name: str, given: ArrayLike, *, broadcast: bool = False) -> NDArray[Any]:
-            declared = self._fields[name]
-            return to_cells(argument, given, declared.dtype, declared.shape, n, single=single, broadcast=broadcast)
-
-        def flags(argument: str, given: ArrayLike) -> NDArray[np.bool_]:
-            return to_cells(argument, given, np.dtype(np.bool_), (), n, single=single, broadcast=True)
-
-        seen = {
-            name: cells(f"observation{name.removeprefix(OBSERVATIONS)}", name, leaf_of(observation, name))
-            for name in self._observation_names
-        }
-        arguments = {"action": action, "reward": reward, "value": value, "log_prob": log_prob}
-        transition = {argument + "s": cells(argument, argument + "s", given) for argument, given in arguments.items()}
-        final = np.nan if truncation_value is None else truncation_value
-        final_values = cells("truncation_value", "truncation_values", final, broadcast=truncation_value is None)
-        is_valid = flags("valid", valid)
-        ends = {"terminated": flags("terminated", terminated), "truncated": flags("truncated", truncated)}
-        for name, array in [*seen.items(), ("rewards", transition["rewards"])]:
-            require_finite(name, array[is_valid], np.arange(envs.start, envs.stop)[is_valid], step)
-
-        self._begin_rollout_if_seeded()
-        rows = own.writer.observation_rows(step)
-        for name, array in seen.items():
-            rows[name][envs] = array
-        own.writer.write_transition(
-            step, **transition, **ends, truncation_values=final_values, valid=is_valid, envs=envs
+        cells = self._require_own("add")
+        transition = cells.checked(
+            step,
+            env_id,
+            observation,
+            {"action": action, "reward": reward, "value": value, "log_prob": log_prob},
+            {"terminated": terminated, "truncated": truncated, "valid": valid},
+            truncation_value,
         )
-        for name in self._state_names:
-            self._arrays[name][envs, step][~is_valid] = 0.0
-        own.written[envs, step] = True
+        self._begin_rollout_if_seeded()
+        cells.write(transition)
         self._covered = None
 
     def add_recurrent_state(self, step: int, env_id: EnvIds, h: ArrayLike, c: ArrayLike | None = None) -> None:
@@ -187,13 +150,10 @@ class RecurrentRolloutBuffer(RolloutViews):
 
         Raises OutOfRange, ShapeError, IncompleteRollout (not finite).
         """
-        own = self._require_own("add_recurrent_state")
-        step, envs = self._at(step, env_id)
-        state = self._state({"h": h, "c": c}, envs.stop - envs.start, single=is_single(env_id))
-        for name, array in state.items():
-            require_finite(name, array, np.arange(envs.start, envs.stop), step)
+        cells = self._require_own("add_recurrent_state")
+        state = cells.checked_state(step, env_id, {"h": h, "c": c})
         self._begin_rollout_if_seeded()
-        own.writer.write_state(step, state, envs)
+        cells.write_state(state)
         self._covered = None
 
     def seed_warm_start(
@@ -214,7 +174,8 @@ class RecurrentRolloutBuffer(RolloutViews):
         Raises OutOfRange, ShapeError, OutOfOrder, IncompleteRollout.
         """
         last = self._per_env("last_step", last_step, low=-1, high=self._num_steps - 1)
-        final = self._state({"final_hidden": final_hidden, "final_cell": final_cell}, self._num_envs, single=False)
+        given = {"final_hidden": final_hidden, "final_cell": final_cell}
+        final = state_cells(self._state_shapes(), given, self._num_envs, single=False)
         target = self._seed_target(into)
         played = last >= 0
         self._require_rows(last + 1, only_last=True)
@@ -230,7 +191,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         for name, rows in entering.items():
             theirs[name][:, 0] = np.where(played[:, None, None], rows, mine[name][:, 0])
         theirs[CARRY][:] = np.where(played, carry, mine[CARRY])
-        if self._own is not None:
+        if self._cells is not None:
             for name, array in final.items():
                 mine[FINAL_PREFIX + name][played] = array[played]
         target._seeded = target._epochs()
@@ -302,7 +263,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         advantages, returns = advantages_and_returns(rows, last, steps, estimator)
         np.copyto(rows["advantages"], advantages, where=within, casting="same_kind")
         np.copyto(rows["returns"], returns, where=within, casting="same_kind")
-        if self._own is not None:
+        if self._cells is not None:
             self._arrays["last_values"][steps > 0] = last[steps > 0]
         self._covered = _Covered(steps, self._epochs())
 
@@ -354,7 +315,7 @@ class RecurrentRolloutBuffer(RolloutViews):
     @property
     def valid_steps(self) -> NDArray[np.int64]:
         """int [N]: K of each env in the last GAE call. Raises OutOfOrder before it."""
-        return self._ready().copy()
+        return self._last_estimate().valid_steps.copy()
 
     def _batch(self, steps: NDArray[np.int64], env_ids: NDArray[np.int64], device: torch.device | str) -> SequenceBatch:
         return materialize(
@@ -373,8 +334,8 @@ class RecurrentRolloutBuffer(RolloutViews):
         twin._begin_rollout()
         for name, array in self._arrays.items():
             twin._arrays[name][...] = array
-        if twin._own is not None:
-            twin._own.written[...] = self._written()
+        if twin._cells is not None:
+            twin._cells.written[...] = self._written()
         epochs = self._epochs()
         if self._covered is not None and self._covered.epochs == epochs:
             twin._covered = _Covered(self._covered.valid_steps, twin._epochs())
@@ -386,9 +347,9 @@ class RecurrentRolloutBuffer(RolloutViews):
         """Give the memory up; standalone it is removed. Closing twice is harmless."""
         if self._open is None:
             return
-        memory, own = self._memory, self._own
-        self._open = self._own = None
-        if own is not None:
+        memory, standalone = self._memory, self._cells is not None
+        self._open = self._cells = None
+        if standalone:
             memory.close()
 
     def __enter__(self) -> Self:
@@ -407,19 +368,16 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     # Order and ranges
 
-    def _require_own(self, operation: str) -> _Own:
-        if self._own is None:
+    def _require_own(self, operation: str) -> CellWriter:
+        if self._cells is None:
             self._opened()
             raise OutOfOrder(
                 f"{operation} writes a standalone buffer; the slots of this one are written by their actors"
             )
-        return self._own
+        return self._cells
 
     def _begin_rollout(self) -> None:
-        own = self._require_own("a new rollout")
-        epoch = self._epochs()[0] + 1
-        own.writer.open(epoch=epoch, actor=0, incarnation=0, version=0)
-        own.written[...] = False
+        self._require_own("a new rollout").begin(epoch=self._epochs()[0] + 1)
         self._seeded = None
         self.reset()
 
@@ -429,20 +387,22 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     def _ready(self) -> NDArray[np.int64]:
         """K of the last GAE call, if a batch may be taken now."""
-        epochs = self._epochs()
-        if self._seeded == epochs:
+        if self._seeded == self._epochs():
             raise OutOfOrder(
                 "row 0 was seeded for the next rollout, so a batch would start from the wrong state; "
                 "take batches before seed_warm_start, or begin the next rollout with add"
             )
-        if self._covered is None or self._covered.epochs != epochs:
+        return self._last_estimate().valid_steps
+
+    def _last_estimate(self) -> _Covered:
+        if self._covered is None or self._covered.epochs != self._epochs():
             raise OutOfOrder("GAE has not run over these rows; call compute_advantages before taking a batch")
-        return self._covered.valid_steps
+        return self._covered
 
     def _written(self) -> NDArray[np.bool_]:
         """bool [N, T]: cells that this rollout has; over slots the rows that were committed."""
-        if self._own is not None:
-            return self._own.written
+        if self._cells is not None:
+            return self._cells.written
         headers = (self._memory.header(slot) for slot in self._slots)
         committed = np.array([header.valid_steps if header.committed else 0 for header in headers])
         return np.arange(self._num_steps) < np.repeat(committed, self._memory.envs_per_slot)[:, None]
@@ -454,7 +414,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         missing = np.argwhere((needed & ~self._written()).T)
         if missing.size:
             step, env = missing[0]
-            remedy = "add it first" if self._own is not None else "its slot holds fewer committed rows"
+            remedy = "add it first" if self._cells is not None else "its slot holds fewer committed rows"
             raise IncompleteRollout(
                 f"step {step} of env {env} was not written in this rollout; {remedy}, or give fewer valid steps"
             )
@@ -476,22 +436,6 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     def _state_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._fields[name].shape for name in self._state_names}
-
-    def _state(self, given: Mapping[str, ArrayLike | None], n: int, *, single: bool) -> State:
-        """The state arguments as float32 [n, L, H] by name."""
-        arguments = [(argument, value) for argument, value in given.items() if value is not None]
-        if len(arguments) != len(self._state_names):
-            kept = ", ".join(self._state_names) or "no state"
-            raise ShapeError(
-                f"{len(arguments)} of the state arrays {', '.join(given)} were given; the buffer keeps {kept}"
-            )
-        return {
-            name: to_cells(argument, value, self._fields[name].dtype, self._fields[name].shape, n, single=single)
-            for name, (argument, value) in zip(self._state_names, arguments, strict=True)
-        }
-
-    def _at(self, step: int, env_id: EnvIds) -> tuple[int, slice]:
-        return step_within(step, self._num_steps), envs_within(env_id, self._num_envs)
 
     def _per_env(self, name: str, value: ArrayLike, *, low: int, high: int) -> NDArray[np.int64]:
         return per_env(name, value, low=low, high=high, num_envs=self._num_envs, num_slots=len(self._slots))

@@ -156,23 +156,12 @@ class Trainer:
         counts = self._per_env(valid_steps)
         before = self.capture() if should_stop is not None else None
         split = TimeSplit()
-        with split.phase("gae"):
-            scale = self._reward_scale(rollout, counts)
-            rollout.compute_advantages_partial(
-                counts,
-                rollout.last_values(),
-                self.config.gamma,
-                self.config.gae_lambda,
-                rule=self.config.gae_rule,
-                reward_scale=scale,
-                truncation_as_termination=self.config.truncation_as_termination,
-            )
-        with split.phase("batch"):
-            batch = rollout.to_training_batch(self.device)
+        scale = self._reward_scale(rollout, counts)
+        batch = self._estimate(rollout, counts, scale, split) if counts.any() else None
         with split.phase("seed"):
             if self.spec.state_strategy is StateStrategy.STORED:
                 rollout.seed_warm_start(counts - 1, *rollout.final_state().values(), into=seed_into)
-        if not bool(batch.valid.any()):
+        if batch is None or not bool(batch.valid.any()):
             self._count(update, counts, env_steps)
             self.updates_skipped += 1
             return UpdateReport(update, Outcome.SKIPPED, self._totals(update, scale), split.seconds)
@@ -191,6 +180,23 @@ class Trainer:
             self.policy.update_normalizer(batch.obs_seq, batch.valid)
         self._count(update, counts, env_steps)
         return UpdateReport(update, outcome, {**metrics, **figures, **self._totals(update, scale)}, split.seconds)
+
+    def _estimate(
+        self, rollout: RecurrentRolloutBuffer, counts: np.ndarray, scale: float, split: TimeSplit
+    ) -> SequenceBatch:
+        """Advantages, and the batch of every env with K > 0. Before the seed: a lone buffer's row 0 is still its own."""
+        with split.phase("gae"):
+            rollout.compute_advantages_partial(
+                counts,
+                rollout.last_values(),
+                self.config.gamma,
+                self.config.gae_lambda,
+                rule=self.config.gae_rule,
+                reward_scale=scale,
+                truncation_as_termination=self.config.truncation_as_termination,
+            )
+        with split.phase("batch"):
+            return rollout.to_training_batch(self.device)
 
     def check_ratio_law(self, batch: SequenceBatch) -> float:
         """Largest |ratio - 1| over all minibatches. Raises RatioLawBroken with the worst row's env, step and ratio."""

@@ -1,45 +1,59 @@
 """What every test leaves behind is checked: segments, processes, socket directories.
 
-Writers: none. The check compares this machine before and after each test, so a leak names the test that made it.
+The check compares this machine before and after each test, so a leak names the test that made it. Runs of other people on
+the same machine do not count: sockets of the tests have a root of their own, and a segment whose living owner is neither
+this process nor its child is somebody else's.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from rollout_service.control.transport import SOCKET_PREFIX, socket_root
+from rollout_service.control.transport import SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
+from rollout_service.memory.segment import list_segments
 
-SHARED_MEMORY = Path("/dev/shm")
 DEATH_DEADLINE_S = 5.0
 """A child that was told to leave may need a moment to be reaped."""
 
 
+def descendants() -> list[psutil.Process]:
+    return psutil.Process(os.getpid()).children(recursive=True)
+
+
 def segments() -> set[str]:
-    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+    """Names of the segments that belong to these tests or to nobody."""
+    ours = {os.getpid(), *(child.pid for child in descendants())}
+    return {segment.name for segment in list_segments() if not segment.owner_alive or segment.owner_pid in ours}
 
 
 def socket_directories() -> set[str]:
     return {str(path) for path in socket_root().glob(f"{SOCKET_PREFIX}*")}
 
 
-def living_children() -> list[psutil.Process]:
-    return [child for child in psutil.Process(os.getpid()).children(recursive=True) if child.is_running()]
+@pytest.fixture(scope="session", autouse=True)
+def own_socket_root() -> Iterator[None]:
+    root = tempfile.mkdtemp(prefix="rs-test-", dir="/tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOCKET_DIR_VARIABLE, root)
+        yield
+    shutil.rmtree(root)
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind() -> Iterator[None]:
-    before = (segments(), socket_directories(), {child.pid for child in living_children()})
+def leaves_nothing_behind(own_socket_root: None) -> Iterator[None]:
+    before = (segments(), socket_directories(), {child.pid for child in descendants()})
     yield
-    started = [child for child in living_children() if child.pid not in before[2]]
+    started = [child for child in descendants() if child.pid not in before[2]]
     _, alive = psutil.wait_procs(started, timeout=DEATH_DEADLINE_S)
     leaked = {
         "segments": sorted(segments() - before[0]),
         "sockets": sorted(socket_directories() - before[1]),
-        "processes": [" ".join(child.cmdline()) for child in alive if child.status() != psutil.STATUS_ZOMBIE],
+        "processes": [f"{child.pid} {child.name()}" for child in alive],
     }
     assert not any(leaked.values()), f"left behind: {leaked}"

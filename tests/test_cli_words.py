@@ -107,7 +107,7 @@ def test_a_saved_configuration_reads_back_the_same(tmp_path: Path):
 def test_a_wrong_value_in_a_file_names_file_and_setting(tmp_path: Path):
     file = tmp_path / "wrong.toml"
     file.write_text('num_steps = "many"\n')
-    with pytest.raises(ConfigError, match="wrong.toml: num_steps is 'many'"):
+    with pytest.raises(ConfigError, match=r"wrong\.toml: num_steps is 'many'"):
         parse_train(["--config", str(file)])
     file.write_text('core = "none"\n')
     assert parse_train(["--config", str(file)]).core is Core.NONE

@@ -164,6 +164,7 @@ class EnvBatch:
         self._clock += 1
         progress = pulse.progress
         e = 0
+        # Numpy scalars, as action_space.sample() gives them: gymnasium's own checks take those faster than plain ints.
         for step, action in zip(self._steps, actions, strict=True):
             try:
                 result = step(action)

@@ -14,13 +14,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-
-import psutil
+from typing import TYPE_CHECKING, Final
 
 from rollout_service.control.transport import sweep_socket_directories
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.memory.segment import SegmentInfo, list_segments, sweep
+
+if TYPE_CHECKING:
+    import psutil
 
 ROLE_MODULES: Final = ("workers", "learner")
 EXIT_DEADLINE_S: Final = 5.0
@@ -87,6 +88,8 @@ def run_header(segment: SegmentInfo) -> dict[str, str]:
 
 
 def _orphans(alive: set[str]) -> Iterator[LeftoverProcess]:
+    import psutil
+
     here = _pid_namespace(os.getpid())
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -114,6 +117,8 @@ def _pid_namespace(pid: int) -> str:
 
 
 def _kill(processes: tuple[LeftoverProcess, ...]) -> None:
+    import psutil
+
     killed = []
     for each in processes:
         with contextlib.suppress(psutil.Error):

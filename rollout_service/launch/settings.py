@@ -105,7 +105,8 @@ def _sources(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _field_value(name: str, value: Any, origin: str) -> Any:
     """A value of a preset or file as its field's own type. Limits are checked later, on the merged settings."""
-    adapter: TypeAdapter[Any] = TypeAdapter(TrainConfig.model_fields[name].annotation)
+    kind: Any = TrainConfig.model_fields[name].annotation
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -171,7 +171,7 @@ class ActorCritic(nn.Module):
         return torch.addmm(layout.head_bias, out, layout.head_weight), exiting
 
     def _step_layout(self) -> StepLayout:
-        """The weights for `step`; in eval mode kept until a parameter or buffer is written or a gradient is asked for."""
+        """The weights for `step`; in eval mode kept until one of them is written or a gradient is asked for."""
         if self.training:
             return self._build_layout()
         if not self._sources:

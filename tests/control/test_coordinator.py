@@ -25,7 +25,6 @@ from rollout_service.control.messages import (
     Episode,
     Grant,
     Hello,
-    Join,
     Message,
     Pong,
     Publish,
@@ -251,7 +250,7 @@ def test_an_aborted_lease_is_granted_again() -> None:
 
 
 def test_a_slot_is_seeded_only_from_the_actors_own_last_commit() -> None:
-    world, learner, actors, grants = started(3)
+    _, learner, actors, grants = started(3)
     actors[0].commit(grants[0], valid_steps=0)
     actors[1].commit(grants[1])
     actors[2].commit(grants[2])
@@ -389,7 +388,7 @@ def late_world() -> tuple[World, Peer, list[Peer], list[Grant]]:
 
 
 def test_after_the_deadline_the_bank_goes_without_the_late_actor() -> None:
-    world, learner, (first, late), (grant, _) = late_world()
+    world, learner, (first, _), (grant, _) = late_world()
     first.commit(grant)
     world.tick(29.0)
     assert not learner.got(Batch)
@@ -447,7 +446,7 @@ def test_a_restored_learner_must_publish_above_what_actors_may_have() -> None:
 
 
 def test_a_lease_from_before_the_learners_death_is_dropped_and_granted_again() -> None:
-    world, learner, (first, second), (grant_0, grant_1) = started()
+    world, _, (first, second), (grant_0, grant_1) = started()
     second.commit(grant_1)
     world.carry_out(world.coordinator.learner_lost(world.now))
     world.learner()
@@ -552,7 +551,7 @@ def test_an_actor_that_sends_nothing_is_silent() -> None:
 
 
 def test_the_next_deadline_is_when_the_first_actor_could_be_stuck() -> None:
-    world, _, (first, second), _ = started()
+    world, _, (first, _), _ = started()
     assert world.coordinator.next_deadline(world.now) == world.now + 10.0
     first.beat(1, "env.step")
     assert world.coordinator.next_deadline(world.now) == world.now + STEP_TIMEOUT_S
@@ -708,7 +707,3 @@ def test_rates_are_means_over_the_window() -> None:
     report = world.coordinator.report(world.now)
     assert report["rates"]["updates_per_second"] == pytest.approx(3 / 6.0)
     assert report["actors"][0]["steps_per_second"] == pytest.approx(3 * ENVS * STEPS / 8.0)
-
-
-def test_a_join_is_what_the_actors_own_env_turned_out_to_be() -> None:
-    assert set(Join.model_fields) == {"spaces", "autoreset", "run_digest", "state_strategy"}

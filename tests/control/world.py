@@ -67,7 +67,12 @@ def make_join(spec: RunSpec, **changes: Any) -> Join:
     return Join(**{**fields, **changes})
 
 
-def make_coordinator(spec: RunSpec, total_updates: int = 100, scheduler: Scheduler | None = None) -> Coordinator:
+def make_coordinator(
+    spec: RunSpec,
+    total_updates: int = 100,
+    scheduler: Scheduler | None = None,
+    heartbeat_interval: float = 1.0,
+) -> Coordinator:
     return Coordinator(
         spec,
         run_id="run-1",
@@ -76,6 +81,7 @@ def make_coordinator(spec: RunSpec, total_updates: int = 100, scheduler: Schedul
         weights_segment="rs-token-weights",
         total_updates=total_updates,
         step_timeout=STEP_TIMEOUT_S,
+        heartbeat_interval=heartbeat_interval,
         scheduler=scheduler,
     )
 

@@ -197,7 +197,7 @@ def test_a_final_observation_that_is_not_finite_is_refused() -> None:
     bad = ScriptedEnv("observation", {1: np.full(2, np.nan, np.float32)}, length=2, end="trunc")
     batch, out = batch_of(bad)
     steps(batch, out, 1)
-    with pytest.raises(EnvFault, match="step 2 of its episode.*observations is not finite"):
+    with pytest.raises(EnvFault, match=r"step 2 of its episode.*observations is not finite"):
         batch.step(zeros(batch), out)
 
 

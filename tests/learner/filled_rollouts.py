@@ -13,7 +13,7 @@ from learner import RecurrentRolloutBuffer
 def fill(
     buffer: RecurrentRolloutBuffer, columns: Mapping[str, Any], steps: int | None = None
 ) -> RecurrentRolloutBuffer:
-    """Write columns [T][N] (rewards, values, log_probs, actions, terminated, truncated, valid, truncation_values) whole.
+    """Write columns [T][N] by field name, from actions and rewards to truncation_values.
 
     Missing columns get 0, valid True. Truncation values are only given for truncated rows. Observations are
     1000 * env + step in every element. Returns the buffer.

@@ -194,7 +194,7 @@ def test_nothing_that_is_done_to_batches_reaches_the_buffer(buffer):
         for batch in (buffer.to_sequence_batch(), *buffer.to_minibatches(2, True)):
             for tensor in (*vars(batch).values(), *batch.initial_state.values()):
                 if isinstance(tensor, torch.Tensor):
-                    tensor.mul_(0).add_(1)
+                    tensor.zero_()
     after = contents(buffer) | {name: getattr(buffer, name)().tobytes() for name in ("advantages", "returns")}
     assert after == before
 

@@ -32,7 +32,10 @@ def memory() -> Iterator[RolloutMemory]:
 def commit(
     memory: RolloutMemory, slot: int, *, epoch: int, valid_steps: int = T, ended_envs: tuple[int, ...] = ()
 ) -> None:
-    """Fill one slot as an actor would: observations 1000 * slot + 100 * env + step, rewards 1, the given envs end last."""
+    """Fill one slot as an actor would: observations 1000 * slot + 100 * env + step, rewards 1.
+
+    ended_envs terminate on the last valid row.
+    """
     writer = memory.writer(slot)
     writer.open(epoch=epoch, actor=slot % ACTORS, incarnation=0, version=epoch)
     envs = np.arange(E)
@@ -88,7 +91,7 @@ def test_valid_steps_may_be_given_per_slot(memory):
 def test_a_slot_that_was_not_committed_or_not_so_far_is_refused(memory):
     rollout = filled(memory)
     commit(memory, 1, epoch=2, valid_steps=2)
-    with pytest.raises(IncompleteRollout, match="step 2 of env 2 was not written.*fewer committed rows"):
+    with pytest.raises(IncompleteRollout, match=r"step 2 of env 2 was not written.*fewer committed rows"):
         rollout.compute_advantages(rollout.last_values(), 0.9, 0.9)
     memory.writer(2).open(epoch=2, actor=2, incarnation=0, version=2)
     with pytest.raises(IncompleteRollout, match="step 0 of env 4"):
@@ -147,8 +150,8 @@ def test_actors_own_their_slots(memory):
         rollout.add_recurrent_state(0, 0, state, state)
     with pytest.raises(OutOfOrder, match="seed_warm_start without into="):
         rollout.seed_warm_start(T - 1, *rollout.final_state().values())
+    overlapping = RecurrentRolloutBuffer.over(memory, range(1, 1 + ACTORS))
     with pytest.raises(OutOfOrder, match="very rollout"):
-        overlapping = RecurrentRolloutBuffer.over(memory, range(1, 1 + ACTORS))
         rollout.seed_warm_start(T - 1, *rollout.final_state().values(), into=overlapping)
 
 

@@ -140,6 +140,7 @@ def test_batches_are_refused_between_the_seed_and_the_next_rollout(buffer):
     ):
         with pytest.raises(OutOfOrder, match="seeded for the next rollout"):
             take()
+    assert buffer.valid_steps.tolist() == [4, 4]
     buffer.reset()
     buffer.compute_advantages(np.zeros(2), 0.9, 0.9)
     with pytest.raises(OutOfOrder, match="seeded for the next rollout"):

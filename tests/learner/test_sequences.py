@@ -201,7 +201,7 @@ def test_five_envs_in_twos_over_three_passes():
     for _ in range(3):
         chunks = [m.env_ids.tolist() for m in batch.minibatches(2, True, generator)]
         assert [len(chunk) for chunk in chunks] == [2, 2, 1]
-        assert sorted(sum(chunks, [])) == [0, 1, 2, 3, 4]
+        assert sorted(env for chunk in chunks for env in chunk) == [0, 1, 2, 3, 4]
         orders.add(str(chunks))
     assert len(orders) > 1
     assert [m.env_ids.tolist() for m in batch.minibatches(2, False)] == [[0, 1], [2, 3], [4]]

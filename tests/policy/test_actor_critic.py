@@ -1,9 +1,10 @@
-"""The policy as a whole: seeded weights, what crosses a border, fresh weights in the acting path, rows that do not count."""
+"""The policy as a whole: seeds, what crosses a border, fresh weights in the acting path, rows that do not count."""
 
 from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def test_a_step_returns_the_envs_own_actions_one_per_row() -> None:
     policy = ActorCritic(SYMBOLS, SMALL, seed=0)
     acted = act(policy, num_envs=6, num_steps=30, share_of_ends=0.1)
     assert acted.actions.dtype == torch.int64
-    assert set(acted.actions.unique().tolist()) == {-1, 0, 1}
+    assert set(acted.actions.flatten().tolist()) == {-1, 0, 1}
     assert acted.log_probs.dtype == acted.values.dtype == torch.float32
 
 
@@ -198,11 +199,11 @@ def test_arrays_go_from_one_policy_to_another_bit_for_bit() -> None:
 def test_arrays_of_another_policy_are_refused_and_change_nothing() -> None:
     policy, other = ActorCritic(PLAIN, SMALL, seed=0), ActorCritic(PLAIN, SMALL, seed=1).to_arrays()
     before = policy.to_arrays()
-    with pytest.raises(OutOfRange, match="value_head.bias"):
+    with pytest.raises(OutOfRange, match=r"value_head\.bias"):
         policy.load_arrays({name: array for name, array in other.items() if name != "value_head.bias"})
     with pytest.raises(OutOfRange, match="extra"):
         policy.load_arrays({**other, "extra": np.zeros(1)})
-    with pytest.raises(ShapeError, match=r"value_head.bias has shape \(2,\)"):
+    with pytest.raises(ShapeError, match=r"value_head\.bias has shape \(2,\)"):
         policy.load_arrays({**other, "value_head.bias": np.zeros(2, np.float32)})
     assert all(np.array_equal(before[name], array) for name, array in policy.to_arrays().items())
 
@@ -262,7 +263,12 @@ def test_rows_past_the_end_do_not_lengthen_the_sequence(monkeypatch: pytest.Monk
     policy = ActorCritic(PLAIN, SMALL, seed=0)
     lengths: list[int] = []
     kernel = torch.lstm
-    monkeypatch.setattr(torch, "lstm", lambda x, *rest: (lengths.append(x.shape[0]), kernel(x, *rest))[1])
+
+    def spy(x: Tensor, *arguments: Any) -> Any:
+        lengths.append(x.shape[0])
+        return kernel(x, *arguments)
+
+    monkeypatch.setattr(torch, "lstm", spy)
     valid = torch.arange(20) < torch.tensor([20, 3]).unsqueeze(1)
     starts = (~valid).float()
     state = {name: array.transpose(0, 1) for name, array in policy.initial_state(2).items()}

@@ -24,7 +24,7 @@ def test_any_split_of_the_rows_gives_the_moments_of_all_rows() -> None:
     rows = torch.randn(60, 2, 3, generator=torch.Generator().manual_seed(1)) * 7 + 100
     for sizes in itertools.permutations((1, 9, 20, 30)):
         moments = RunningMoments((2, 3))
-        for part in rows.split(list(sizes)):
+        for part in torch.split(rows, list(sizes)):
             moments.update(part)
         assert torch.allclose(moments.mean, rows.double().mean(0), atol=1e-10)
         assert torch.allclose(moments.variance, rows.double().var(0, correction=0), atol=1e-10)

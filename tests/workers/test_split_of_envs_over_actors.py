@@ -79,8 +79,8 @@ def test_a_replacement_has_seeds_of_its_own() -> None:
 
 
 def test_envs_draw_different_action_noise() -> None:
-    with make_rig(kwargs={"length": 100}, envs_per_actor=4, num_steps=64) as rig:
+    with make_rig(kwargs={"length": 100}, envs_per_actor=8, num_steps=64) as rig:
         _, rollout = rig.fill_all(StartFrom.FRESH)
     actions = rollout["actions"]
-    assert len({row.tobytes() for row in actions}) == 4
+    assert len({row.tobytes() for row in actions}) == 8
     assert 0.3 < np.mean(actions) < 0.7

@@ -1,4 +1,4 @@
-"""Which recurrent state stands in which row, held against a counter LSTM: the cell entering row t of an episode is 0.1 t.
+"""Which recurrent state stands in which row. A counter LSTM tells: its cell entering row t of an episode is 0.1 t.
 
 A fault here does not crash and hardly shows in a learning curve; it only makes the memory wrong.
 """

@@ -1,5 +1,5 @@
-"""Bootstrap values: V of the final observation with the exiting state where an episode was cut, and of the row that follows
-the rollout."""
+"""Bootstrap values: where an episode was cut, V of its final observation with the exiting state; at the end of a
+rollout, V of what follows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,340 @@
+"""Sockets: where they live, that nothing a peer does gets out of the loop, that every wait can be ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from rollout_service.control import transport
+from rollout_service.control.messages import MAX_MESSAGE_BYTES
+from rollout_service.control.transport import (
+    MAX_ENDPOINT_BYTES,
+    SOCKET_PREFIX,
+    Dealer,
+    Router,
+    remove_socket_directory,
+    socket_endpoint,
+    socket_root,
+    sweep_socket_directories,
+)
+from rollout_service.errors import ConfigError, ProtocolError
+
+DEADLINE_S = 10.0
+FEW_S = 2.0
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    found = socket_endpoint(f"test-{os.getpid()}")
+    yield found
+    remove_socket_directory(found)
+
+
+@pytest.fixture
+def pair(endpoint: str) -> Iterator[tuple[Router, Dealer]]:
+    router, dealer = Router(endpoint), Dealer(endpoint)
+    yield router, dealer
+    dealer.close()
+    router.close()
+
+
+# --- where sockets live ---
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nothing but what the test sets."""
+    for name in (transport.SOCKET_DIR_VARIABLE, "TMPDIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def long_directory(root: Path) -> Path:
+    path = root / ("x" * 150)
+    path.mkdir()
+    return path
+
+
+def test_a_long_tmpdir_is_passed_over(roots: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(long_directory(roots)))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(roots / "gone"))
+    assert socket_root() == Path("/tmp")
+    endpoint = socket_endpoint("run-with-a-very-long-token-" + "y" * 200)
+    try:
+        assert len(endpoint) <= MAX_ENDPOINT_BYTES
+        Router(endpoint).close()
+    finally:
+        remove_socket_directory(endpoint)
+
+
+def test_a_short_tmpdir_comes_first_then_the_runtime_directory(monkeypatch: pytest.MonkeyPatch, roots: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/dev/shm")
+    assert socket_root() == Path("/dev/shm")
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    assert socket_root() == Path("/tmp")
+
+
+def test_an_override_that_is_too_long_names_the_path_and_the_limit(
+    roots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = long_directory(roots)
+    monkeypatch.setenv(transport.SOCKET_DIR_VARIABLE, str(path))
+    with pytest.raises(ConfigError) as error:
+        socket_endpoint("run")
+    assert str(path) in str(error.value)
+    assert "the limit is 100" in str(error.value)
+
+
+def test_an_override_that_is_no_directory_says_so(roots: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(transport.SOCKET_DIR_VARIABLE, str(roots / "gone"))
+    with pytest.raises(ConfigError, match="not a writable directory"):
+        socket_root()
+
+
+def test_an_endpoint_that_is_too_long_is_refused_before_it_is_bound() -> None:
+    with pytest.raises(ConfigError, match=r"is 1\d\d bytes long, the limit is 100"):
+        Router("ipc:///tmp/" + "x" * 120)
+
+
+def test_the_directory_is_this_users_alone(endpoint: str) -> None:
+    directory = Path(endpoint.removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert directory.name.startswith(SOCKET_PREFIX)
+
+
+def test_a_directory_that_others_may_enter_is_refused(endpoint: str) -> None:
+    directory = Path(endpoint.removeprefix("ipc://")).parent
+    directory.chmod(0o755)
+    with pytest.raises(ConfigError, match="mode 755"):
+        socket_endpoint(f"test-{os.getpid()}")
+
+
+def test_what_a_killed_run_left_is_removed_and_what_lives_stays(endpoint: str) -> None:
+    alive = Router(endpoint)
+    left = socket_root() / f"{SOCKET_PREFIX}killed-run"
+    left.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(left / "c"))
+    long_ago = time.time() - 10.0
+    for directory in (left, Path(endpoint.removeprefix("ipc://")).parent):
+        os.utime(directory, (long_ago, long_ago))
+    try:
+        assert sweep_socket_directories(dry_run=True) == [left]
+        assert left.exists()
+        assert sweep_socket_directories() == [left]
+        assert not left.exists()
+        dealer = Dealer(endpoint)
+        dealer.send(b"still there?")
+        assert alive.receive(DEADLINE_S)[0][1] == b"still there?"
+        dealer.close()
+    finally:
+        alive.close()
+
+
+def test_a_run_about_to_bind_keeps_its_directory(endpoint: str) -> None:
+    assert sweep_socket_directories() == []
+    assert Path(endpoint.removeprefix("ipc://")).parent.is_dir()
+
+
+def test_nothing_but_a_socket_directory_is_ever_removed(tmp_path: Path) -> None:
+    remove_socket_directory(f"ipc://{tmp_path}/c")
+    remove_socket_directory("tcp://127.0.0.1:5555")
+    assert tmp_path.is_dir()
+
+
+def test_an_endpoint_in_use_says_so(endpoint: str) -> None:
+    first = Router("tcp://127.0.0.1:*", allow_tcp=True)
+    try:
+        with pytest.raises(ConfigError, match="cannot listen on tcp://127"):
+            Router(first.endpoint, allow_tcp=True)
+    finally:
+        first.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "allow_tcp", "says"),
+    [
+        ("tcp://127.0.0.1:5555", False, "use ipc://"),
+        ("tcp://0.0.0.0:5555", True, "beyond this machine"),
+        ("tcp://*:5555", True, "beyond this machine"),
+        ("tcp://[::]:5555", True, "beyond this machine"),
+        ("tcp://eth0:5555", True, "beyond this machine"),
+        ("http://127.0.0.1", True, "not an endpoint"),
+    ],
+)
+def test_only_this_machine_can_reach_a_service(address: str, allow_tcp: bool, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Router(address, allow_tcp=allow_tcp)
+
+
+# --- messages ---
+
+
+def test_a_message_and_its_answer(pair: tuple[Router, Dealer]) -> None:
+    router, dealer = pair
+    dealer.send(b"hello")
+    ((peer, data),) = router.receive(DEADLINE_S)
+    assert data == b"hello"
+    router.send(peer, b"welcome")
+    assert dealer.receive(DEADLINE_S) == b"welcome"
+
+
+def test_a_waiting_router_wakes_for_every_message_at_once(pair: tuple[Router, Dealer]) -> None:
+    """500 round trips against a loop that sleeps for a minute: any missed wake-up would show as that minute."""
+    router, dealer = pair
+    stopping = threading.Event()
+
+    def echo() -> None:
+        while not stopping.is_set():
+            for peer, data in router.receive(60.0):
+                router.send(peer, data)
+
+    loop = threading.Thread(target=echo)
+    loop.start()
+    for number in range(500):
+        dealer.send(b"%d" % number)
+        assert dealer.receive(DEADLINE_S) == b"%d" % number
+    stopping.set()
+    router.wake()
+    loop.join(DEADLINE_S)
+    assert not loop.is_alive()
+
+
+def test_a_peer_that_vanished_or_never_was_raises_nothing(endpoint: str) -> None:
+    router = Router(endpoint)
+    gone = Dealer(endpoint)
+    gone.send(b"x")
+    ((peer, _),) = router.receive(DEADLINE_S)
+    gone.close()
+    for _ in range(2000):
+        router.send(peer, b"answer")
+        router.send(b"nobody", b"answer")
+    assert router.receive(0.0) == []
+    router.close()
+
+
+def test_an_oversized_message_cuts_off_its_sender_alone(pair: tuple[Router, Dealer], endpoint: str) -> None:
+    router, dealer = pair
+    hostile = Dealer(endpoint)
+    hostile.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+    dealer.send(b"fine")
+    assert [data for _, data in router.receive(DEADLINE_S)] == [b"fine"]
+    assert router.receive(0.1) == []
+    hostile.close()
+
+
+def test_a_message_of_many_frames_arrives_as_nothing(pair: tuple[Router, Dealer]) -> None:
+    router, dealer = pair
+    dealer._socket.send_multipart([b"a", b"b", b"c"])
+    assert [data for _, data in router.receive(DEADLINE_S)] == [b""]
+
+
+def test_a_peer_connects_before_there_is_a_service(endpoint: str) -> None:
+    dealer = Dealer(endpoint)
+    dealer.send(b"early")
+    router = Router(endpoint)
+    assert router.receive(DEADLINE_S)[0][1] == b"early"
+    dealer.close()
+    router.close()
+
+
+def test_an_endpoint_that_makes_no_sense_is_named() -> None:
+    with pytest.raises(ConfigError, match="cannot connect to 'nowhere'"):
+        Dealer("nowhere")
+
+
+# --- waits end ---
+
+
+def test_a_wait_ends_at_its_deadline_by_a_flag_or_by_a_call(pair: tuple[Router, Dealer]) -> None:
+    router, dealer = pair
+    assert dealer.receive(0.05) is None
+    assert router.receive(0.05) == []
+    assert dealer.receive(60.0, lambda: True) is None
+    dealer.wake()
+    assert dealer.receive(60.0) is None
+    router.wake()
+    assert router.receive(60.0) == []
+
+
+def test_closing_with_unsent_messages_returns_at_once(endpoint: str) -> None:
+    started = time.monotonic()
+    dealer = Dealer(endpoint)
+    for _ in range(5000):
+        dealer.send(b"nobody reads this")
+    dealer.close()
+    dealer.close()
+    assert time.monotonic() - started < FEW_S
+
+
+def test_a_closed_socket_says_so(endpoint: str) -> None:
+    dealer = Dealer(endpoint)
+    dealer.close()
+    dealer.wake()
+    with pytest.raises(ProtocolError, match="closed"):
+        dealer.send(b"x")
+
+
+# --- contexts ---
+
+
+def test_a_socket_does_not_cross_a_fork_and_the_child_makes_its_own(endpoint: str) -> None:
+    code = f"""
+import os
+from rollout_service.control.transport import Dealer, Router
+from rollout_service.errors import ProtocolError
+router, dealer = Router({endpoint!r}), Dealer({endpoint!r})
+child = os.fork()
+if child == 0:
+    try:
+        dealer.send(b"from the child")
+    except ProtocolError as error:
+        assert "forked child" in str(error)
+        own = Dealer({endpoint!r})
+        own.send(b"own")
+        dealer.close()
+        own.close(flush_s=2.0)
+        os._exit(0)
+    os._exit(1)
+print(router.receive(20.0)[0][1].decode(), os.waitpid(child, 0)[1])
+dealer.close()
+router.close()
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (shown.stdout, shown.returncode) == ("own 0\n", 0), shown.stderr
+
+
+def test_a_host_program_keeps_its_own_sockets(endpoint: str) -> None:
+    context = zmq.Context()
+    ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ours.bind("inproc://host")
+    theirs.connect("inproc://host")
+    for _ in range(50):
+        router, dealer = Router(endpoint), Dealer(endpoint)
+        dealer.send(b"x")
+        assert router.receive(DEADLINE_S)
+        dealer.close()
+        router.close()
+    theirs.send(b"still here")
+    assert ours.recv() == b"still here"
+    context.destroy(linger=0)
+
+
+def test_every_descriptor_is_given_back(endpoint: str) -> None:
+    Router(endpoint).close()
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        router, dealer = Router(endpoint), Dealer(endpoint)
+        dealer.close()
+        router.close()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
