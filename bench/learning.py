@@ -66,7 +66,7 @@ ARMS = (
     Arm("flickering", "feed-forward", (*FLICKERING, "--core", "none"), "at most half of lstm"),
     Arm(
         "flickering", "truncation-as-termination", (*FLICKERING, "--truncation-as-termination"),
-        "below lstm",
+        "training return below lstm",
     ),
     Arm(
         "position", "lstm", ("--preset", "position", "--total-steps", "200000"),
@@ -151,7 +151,7 @@ def verdict(arm: Arm, scores: dict[tuple[str, str], dict[str, float]]) -> bool:
         case "flickering", "feed-forward":
             return lstm is not None and 2 * score["return"] <= lstm["return"]
         case "flickering", "truncation-as-termination":
-            return lstm is not None and score["return"] < lstm["return"]
+            return lstm is not None and score["training_return"] < lstm["training_return"]
     return arm.holds(score)
 
 

@@ -108,9 +108,12 @@ def play(policy: ActorCritic, spec: RunSpec, quota: list[int], *, argmax: bool, 
         seeds=[reset_seed(seed, Purpose.EVALUATION_ENV, env) for env in rows],
         name=spec.env,
     )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a few rows per call: more threads only wait for each other
     try:
         return _play(policy, spec, envs, quota, None if argmax else ActionNoise(policy, len(quota), seed))
     finally:
+        torch.set_num_threads(threads)
         envs.close()
 
 

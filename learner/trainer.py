@@ -33,7 +33,7 @@ from learner.ppo import PpoSettings, explained_variance, masked_mean, normalize_
 from learner.return_normalizer import ReturnNormalizer
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.sequences import SequenceBatch
-from learner.staging import select_device
+from learner.staging import compute_exactly, select_device
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import POLICY_PREFIX, Checkpoint, Manifest
 from rollout_service.config import Schedule, TrainConfig
@@ -103,6 +103,7 @@ class Trainer:
         self.spec = spec
         self.total_updates = total_updates
         self.device = select_device(config.device)
+        compute_exactly(self.device)
         self.policy = ActorCritic(spec.spaces, spec.policy, seed=spec.seed)
         self.policy.to(self.device)
         self.updates_done = 0
@@ -184,7 +185,7 @@ class Trainer:
     def _estimate(
         self, rollout: RecurrentRolloutBuffer, counts: np.ndarray, scale: float, split: TimeSplit
     ) -> SequenceBatch:
-        """Advantages, and the batch of every env with K > 0. Before the seed: a lone buffer's row 0 is still its own."""
+        """Advantages, then the batch of every env with K > 0; both before row 0 may be seeded."""
         with split.phase("gae"):
             rollout.compute_advantages_partial(
                 counts,

@@ -76,8 +76,7 @@ def collect(
     cut_at_end: end every episode that is still running as truncated on the last row, with its truncation value.
     """
     pulse, clock = envs.pulse, time.perf_counter
-    every_env, none_ended = range(len(envs)), np.full(len(envs), np.nan, np.float32)
-    truncation_values, last_values = none_ended.copy(), none_ended.copy()
+    truncation_values, last_values = (np.full(len(envs), np.nan, np.float32) for _ in range(2))
     episodes: list[FinishedEpisode] = []
     policy_seconds = env_seconds = 0.0
     began = clock()
@@ -110,7 +109,7 @@ def collect(
             env_seconds += after - between
             if preempted is not None and preempted():
                 break
-        inference.values(live.observations, live.state, every_env, last_values)
+        inference.values(live.observations, live.state, range(len(envs)), last_values)
     live.carry[...] = outcome.terminated | outcome.truncated
     if cut_at_end:
         running = live.carry == 0.0

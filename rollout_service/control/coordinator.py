@@ -99,6 +99,7 @@ class Coordinator:
         self._batch: Batch | None = None
         """The batch the learner works on."""
         self._next_bank = 0
+        """What opens once weights are out: the bank after the published one, or again the one that was lost."""
         self._stopped_at: float | None = None
         self._rates = {"env_steps": Rate(), "updates": Rate()}
 
@@ -168,10 +169,6 @@ class Coordinator:
         if self._admission.learner is None:
             return []
         self._admission.learner_gone(now)
-        if self._batch is not None:
-            self._next_bank = self._scheduler.after(self._batch.bank)
-        elif self._scheduler.filling is not None:
-            self._next_bank = self._scheduler.filling
         self._batch = None
         self._scheduler.close()
         self._drop_filled("the learner was lost")
@@ -305,7 +302,7 @@ class Coordinator:
     def _proceed(self, now: float) -> list[Effect]:
         """Forms the batch that is due, and grants what can be granted."""
         learner = self._admission.learner
-        if self.stopped is not None or learner is None or not learner.ready:
+        if self.stopped is not None or learner is None:
             return []
         due = self._scheduler.decide(self._leases.ledger, self._roster.absent(), now)
         formed = [] if due is None else self._form(due, learner.peer)

@@ -301,7 +301,9 @@ class EnvBatch:
     # --------------------------------------------------------------------------------------------------------- errors
 
     def _raised(self, call: str, e: int, error: Exception, action: Any) -> NoReturn:
-        raise EnvFault(f"{self._where(e, action)}: {call} raised {type(error).__name__}: {error}") from error
+        raise EnvFault(
+            f"{self._where(e, action)}: {call} raised {type(error).__name__}: {_short(error, 500)}"
+        ) from error
 
     def _refuse_step(self, e: int, result: object, action: Any) -> NoReturn:
         check_step(result, self._where(e, action))
@@ -324,6 +326,7 @@ def _success(info: Any) -> bool | None:
     return None
 
 
-def _short(value: object) -> str:
+def _short(value: object, limit: int = 80) -> str:
+    """One line of at most `limit` characters."""
     text = " ".join(str(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -7,7 +7,7 @@ What must never happen: a segment, a run directory or an actor that exists altho
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import queue
 import subprocess
@@ -41,10 +41,18 @@ NEEDED_MODULES: Final = ("fcntl", "resource", "_posixshmem")
 
 def require_platform() -> None:
     """Raises ConfigError where runs are not supported; importing and `--help` work everywhere."""
-    missing = [name for name in NEEDED_MODULES if importlib.util.find_spec(name) is None]
+    missing = [name for name in NEEDED_MODULES if not _importable(name)]
     if not sys.platform.startswith("linux") or missing:
         why = f"missing here: {', '.join(missing)}" if missing else f"this is {sys.platform}"
         raise ConfigError(f"runs need Linux with POSIX shared memory and file locks; {why}")
+
+
+def _importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def resolve(config: TrainConfig, cores: UsableCores | None = None) -> tuple[TrainConfig, str]:

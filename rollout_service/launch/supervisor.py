@@ -19,6 +19,7 @@ import heapq
 import itertools
 import math
 import queue
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -163,7 +164,11 @@ class Supervisor:
                 self._interrupted(message)
             case events.RolloutCommitted():
                 self.metrics.rollout(
-                    episodes=message.episodes, seconds=message.seconds, counters=message.counters, now=now
+                    episodes=message.episodes,
+                    seconds=message.seconds,
+                    counters=message.counters,
+                    now=now,
+                    actor_id=message.actor_id,
                 )
             case events.BatchFormed():
                 self.metrics.batch(message.waited_for)
@@ -205,7 +210,8 @@ class Supervisor:
         if child.role is Role.ACTOR:
             self.metrics.actor_left(child.actor_id)
         if self.ending is not None:
-            if code != 0 and child.process.pid not in self._terminated and self.ending.how is not How.FAILED:
+            asked = child.process.pid in self._terminated or code in (0, -signal.SIGTERM)
+            if not asked and self.ending.how is not How.FAILED:
                 self.journal.say(f"{child.name} ended with {describe_exit(code)} while stopping\n{words}".rstrip())
             return
         if child.role is Role.LEARNER:

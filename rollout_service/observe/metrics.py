@@ -20,6 +20,12 @@ RECENT_UPDATES: Final = 20
 """Window of the time split and of the rate behind the time left."""
 
 
+WAIT: Final = "wait"
+"""What is left of the time between two commits, or two updates: waiting for the other side."""
+COLLECT_INNER: Final = ("policy", "env")
+"""Phases that an actor's `collect` contains; the rest of it is writing rows."""
+
+
 class FinishedEpisode(Protocol):
     """What is read of an episode: raw reward sum, length in env steps, success if the env reports it."""
 
@@ -88,6 +94,7 @@ class RunMetrics:
         self._successes: deque[bool] = deque(maxlen=SUCCESS_WINDOW)
         self._actor_phases: deque[Mapping[str, float]] = deque(maxlen=RECENT_UPDATES * self.num_actors)
         self._learner_phases: deque[Mapping[str, float]] = deque(maxlen=RECENT_UPDATES)
+        self._last_commit: dict[int, float] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT_UPDATES + 1)
         self._waits: Counter[int] = Counter()
 
@@ -96,6 +103,7 @@ class RunMetrics:
 
     def actor_left(self, actor_id: int) -> None:
         self._alive.discard(actor_id)
+        self._last_commit.pop(actor_id, None)
 
     def rollout(
         self,
@@ -104,21 +112,27 @@ class RunMetrics:
         seconds: Mapping[str, float],
         counters: Mapping[str, int],
         now: float,
+        actor_id: int | None = None,
     ) -> None:
-        """One accepted commit. seconds: phase -> seconds of the whole lease."""
-        began = now - sum(seconds.values())
+        """One accepted commit. seconds: phase -> seconds of the lease. With an actor_id its waiting is told apart."""
+        phases = disjoint(seconds)
+        busy = sum(phases.values())
         if self._first_step is None:
             self._steps_before = self.env_steps
-            self._marks.append((began, self.env_steps))
-        if self._last_update is None and (self._first_step is None or began < self._first_step):
-            self._first_step = began
+            self._marks.append((now - busy, self.env_steps))
+        if self._last_update is None and (self._first_step is None or now - busy < self._first_step):
+            self._first_step = now - busy
         for episode in episodes:
             self.episodes += 1
             self._returns.append(episode.total_reward)
             self._lengths.append(episode.length)
             if episode.success is not None:
                 self._successes.append(episode.success)
-        self._actor_phases.append(seconds)
+        if actor_id is not None:
+            if actor_id in self._last_commit:
+                phases[WAIT] = max(0.0, now - self._last_commit[actor_id] - busy)
+            self._last_commit[actor_id] = now
+        self._actor_phases.append(phases)
         self.counters.update(counters)
 
     def batch(self, waited_for: int | None) -> None:
@@ -131,8 +145,11 @@ class RunMetrics:
         """One finished update. env_steps: env steps consumed up to and including it."""
         self.updates, self.env_steps = update, env_steps
         self.figures = dict(figures)
+        phases = dict(seconds)
+        if self._last_update is not None:
+            phases[WAIT] = max(0.0, now - self._last_update - sum(seconds.values()))
         self._last_update = now
-        self._learner_phases.append(seconds)
+        self._learner_phases.append(phases)
         self._marks.append((now, env_steps))
 
     def summary(self, now: float) -> Summary:
@@ -191,6 +208,14 @@ def log_record(summary: Summary) -> dict[str, float]:
         **{f"count/{name}": value for name, value in summary.counters.items()},
     }
     return {tag: float(value) for tag, value in scalars.items() if value is not None}
+
+
+def disjoint(seconds: Mapping[str, float]) -> dict[str, float]:
+    """An actor's phases without overlap: `collect` contains policy and env, what is left of it is called write."""
+    phases = dict(seconds)
+    if (whole := phases.pop("collect", None)) is not None:
+        phases["write"] = max(0.0, whole - sum(phases.get(name, 0.0) for name in COLLECT_INNER))
+    return phases
 
 
 def _mean(values: deque[float] | deque[int] | deque[bool]) -> float | None:

@@ -21,8 +21,16 @@ LIVE_INTERVAL_S: Final = 0.25
 PLAIN_INTERVAL_S: Final = 5.0
 """Between two plain lines at first; a tenth of the elapsed time later, at most PLAIN_INTERVAL_MAX_S."""
 PLAIN_INTERVAL_MAX_S: Final = 60.0
-SHOWN_FIGURES: Final = 8
-"""Figures of the last update that fit on two lines of the panel."""
+SHOWN_FIGURES: Final = (
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "approx_kl",
+    "clip_fraction",
+    "explained_variance",
+    "learning_rate",
+)
+"""Figures of the last update that the panel has room for; the logs hold all."""
 
 
 class Progress(Protocol):
@@ -142,9 +150,8 @@ def panel(title: str, summary: Summary) -> Panel:
     for label, split in (("actor time", summary.actor_split), ("learner time", summary.learner_split)):
         if split:
             rows.add_row(label, split_text(split))
-    if summary.figures:
-        shown = list(summary.figures.items())[:SHOWN_FIGURES]
-        rows.add_row("update", "   ".join(f"{name} {value:.4g}" for name, value in shown))
+    if shown := [name for name in SHOWN_FIGURES if name in summary.figures]:
+        rows.add_row("update", "   ".join(f"{name.replace('_', ' ')} {summary.figures[name]:.3g}" for name in shown))
     if summary.counters:
         rows.add_row("counted", "   ".join(f"{name} {count}" for name, count in sorted(summary.counters.items())))
     return Panel(Group(bar, rows), title=Text(title), title_align="left", border_style="dim")

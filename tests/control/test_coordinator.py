@@ -254,7 +254,7 @@ def test_a_slot_is_seeded_only_from_the_actors_own_last_commit() -> None:
     actors[0].commit(grants[0], valid_steps=0)
     actors[1].commit(grants[1])
     actors[2].commit(grants[2])
-    learner.publish(learner.take(Batch), seeded=(4,))
+    learner.publish(learner.take(Batch), seeded=(3, 4))
     starts = [actor.take(Grant).start for actor in actors]
     assert starts == [StartFrom.CARRY, StartFrom.SEEDED, StartFrom.CARRY]
 
@@ -325,10 +325,13 @@ def test_a_place_that_is_given_up_counts_as_empty() -> None:
 
 
 def test_giving_up_a_place_does_nothing_while_somebody_is_there() -> None:
-    world, learner, (_, second), (_, grant) = started()
+    world, learner, actors, grants = started()
     world.carry_out(world.coordinator.abandon_actor(0, world.now))
-    second.commit(grant)
+    actors[1].commit(grants[1])
     assert not learner.got(Batch)
+    actors[0].commit(grants[0])
+    learner.publish(learner.take(Batch))
+    assert actors[0].take(Grant).slot == 2
 
 
 def test_an_actor_may_come_back_to_a_place_that_was_given_up() -> None:

@@ -17,9 +17,7 @@ from rollout_service import checkpoint
 from tests.fixtures.machine import Service, eventually, logged_steps, run_command
 
 STEPS_PER_UPDATE = 2 * 2 * 8
-TINY = (
-    "--num-actors 2 --envs-per-actor 2 --num-steps 8 --hidden-dim 4 --encoder-dim 4 --epochs 1 --no-tensorboard".split()
-)
+TINY = ["--num-actors", "2", "--envs-per-actor", "2", "--num-steps", "8", "--epochs", "1", "--no-tensorboard"]
 ENV = ["--env", "tests.fixtures.machine:FaultyEnv"]
 FAST = ["--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3"]
 START_S = 40.0
@@ -69,6 +67,9 @@ def test_a_run_survives_the_death_of_an_actor_and_is_seen_by_status_and_spared_b
     assert (run_dir / "logs" / "actor-1.1.log").exists()
     assert "num_actors = 2" in (run_dir / "config.toml").read_text()
     assert checkpoint.require(run_dir).checkpoint.manifest.update == 40
+    played = json.loads(run_command("eval", "run", "--episodes", "3", "--argmax", "--json", cwd=tmp_path).stdout)
+    expected = {"episodes": 3, "return_mean": 5.0, "return_std": 0.0, "success_rate": None, "length_mean": 5.0}
+    assert played == expected
 
 
 def test_every_way_an_actor_can_fail_is_named_and_repaired(tmp_path: Path):
@@ -96,12 +97,16 @@ def test_an_env_that_always_fails_ends_the_run_with_its_traceback(tmp_path: Path
     assert "RuntimeError: no reset today" in ran.stderr.partition("used up")[2]
 
 
-def test_fail_fast_stops_at_the_first_failure(tmp_path: Path):
+def test_fail_fast_stops_at_the_first_failure_of_an_env_found_in_the_current_directory(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("from tests.fixtures.machine import FaultyEnv as Mine\n")
+    (tmp_path / "workers.py").write_text("raise SystemExit('this is not the package that was meant')\n")
+    faulty = faults(faults={"0.0": "raise"})[2:]
     ran = run_command(
-        "train", *words(*faults(faults={"0.0": "raise"}), "--on-actor-failure", "stop", "--json"), cwd=tmp_path
+        "train", *words("--env", "mine:Mine", *faulty, "--on-actor-failure", "stop", "--json"), cwd=tmp_path
     )
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr.count("Traceback (most recent call last)") == 2, "the env's, and the actor's because of it"
+    assert "env 1 of actor 0 (mine:Mine" in ran.stderr
     assert "on_actor_failure stop" in ran.stderr
     assert "actor-0.1.log" not in {path.name for path in (tmp_path / "run" / "logs").iterdir()}
 
@@ -162,6 +167,7 @@ def test_after_kill_9_children_leave_the_same_command_starts_again_and_clean_rem
         service.wait(5.0)
         eventually(lambda: gone(orphans), 10.0, "the children follow their parent")
     with Service(*command, cwd=tmp_path) as service:
+        eventually(lambda: (run_dir / "earlier-1").exists(), START_S, "the earlier run is moved aside")
         eventually(lambda: service.updates(run_dir) >= 2, START_S, "two updates")
         assert "removed, left by a run that is dead: segment rs-" in service.stderr()
         assert (run_dir / "earlier-1" / "checkpoints").is_dir()

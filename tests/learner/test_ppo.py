@@ -202,6 +202,11 @@ def test_explained_variance_reads_valid_rows_only() -> None:
     assert explained_variance(values, values, torch.tensor([[True, True, False]])).item() == 1.0
 
 
+def test_the_mean_of_one_row_is_that_row() -> None:
+    valid = torch.tensor([[False, True]])
+    assert masked_mean(torch.tensor([[math.nan, 3.0]]), valid).item() == 3.0
+
+
 def test_the_mean_of_no_rows_is_zero() -> None:
     assert masked_mean(torch.full((2, 2), math.nan), torch.zeros(2, 2, dtype=torch.bool)).item() == 0.0
 

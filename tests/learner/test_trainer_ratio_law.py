@@ -12,6 +12,7 @@ import torch
 from rollout_service.errors import RatioLawBroken
 from rollout_service.launch.serial import SerialRun, SerialUpdate
 from rollout_service.runspec import Core, StateStrategy
+from tests.fixtures.counter_lstm import turn_into_counter
 from tests.fixtures.training import after_steps, serial_run, sharpen, small_config
 
 LIMIT = 1e-4
@@ -50,6 +51,25 @@ def collect_and_learn(run: SerialRun, lengths: tuple[int, ...]) -> SerialUpdate:
     ]
     assert tuple(filled) == lengths
     return run.learn(filled)
+
+
+def test_the_state_that_enters_a_rollout_is_the_one_that_left_the_last_one() -> None:
+    """With a cell that grows by 0.1 per row and episodes that do not end: 0, 0.8, 1.6 at row 0 of three rollouts of 8."""
+    config = small_config(
+        env="tests.fixtures.envs:TickEnv", env_kwargs={"length": 1000}, num_steps=8, learning_rate=1e-12, self_check=1
+    )
+    with serial_run(config) as run:
+        turn_into_counter(run.trainer.policy)
+        run.publish()
+        entering = []
+        for _ in range(3):
+            slots = run.spec.bank(run.bank)
+            run.one_update()
+            cells = run.memory.rollout(slots)["cell"][:, 0]
+            np.testing.assert_array_equal(cells, np.broadcast_to(cells[0, 0, 0], cells.shape))
+            entering.append(float(cells[0, 0, 0]))
+        assert run.metrics.counters["seed_mismatches"] == 0
+    assert entering == pytest.approx([0.0, 0.8, 1.6], abs=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"state_strategy": StateStrategy.ZERO}, {"core": Core.NONE}])

@@ -74,6 +74,17 @@ def test_time_is_split_by_phase():
     assert log_record(summary)["learner/entropy"] == 0.5
 
 
+def test_waiting_is_what_the_phases_leave_of_the_time_between_two_commits_or_updates():
+    run = metrics()
+    for now in (10.0, 14.0):
+        phases = {"prepare": 0.25, "collect": 0.75, "policy": 0.25, "env": 0.25}
+        run.rollout(episodes=[], seconds=phases, counters={}, now=now, actor_id=0)
+        run.update(update=1, env_steps=100, figures={}, seconds={"update": 1.0}, now=now)
+    summary = run.summary(15.0)
+    assert summary.actor_split == {"prepare": 0.1, "policy": 0.1, "env": 0.1, "write": 0.1, "wait": 0.6}
+    assert summary.learner_split == {"update": 0.4, "wait": 0.6}
+
+
 def test_the_slowest_actor_is_the_one_batches_waited_for():
     run = metrics()
     for actor in (1, 0, 1, 1):

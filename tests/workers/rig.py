@@ -20,24 +20,12 @@ from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import Core, PolicySpec, RunSpec
+from tests.fixtures.counter_lstm import turn_into_counter
 from workers.actor import Actor
 
 Arrays = dict[str, np.ndarray]
-COUNTER_GATE = 20.0
-"""sigmoid(20) is 1 to 2e-9: gates wide open."""
 COUNTER_STEP = 0.1
 """What one processed row adds to the cell state of a counter LSTM."""
-
-
-def as_counter(arrays: Arrays) -> Arrays:
-    """Weights of a policy whose cell state entering row t of an episode is 0.1 * t, whatever the observations are."""
-    counted = {name: np.zeros_like(array) for name, array in arrays.items()}
-    for name, array in counted.items():
-        if "bias_ih_l" in name:
-            hidden_dim = len(array) // 4
-            gates = (COUNTER_GATE, COUNTER_GATE, np.arctanh(COUNTER_STEP), COUNTER_GATE)  # order i, f, g, o
-            array[:] = np.repeat(np.array(gates, np.float32), hidden_dim)
-    return counted
 
 
 @dataclass
@@ -108,7 +96,7 @@ def make_rig(
     policy_spec = PolicySpec(core=core, hidden_dim=hidden_dim, num_layers=num_layers, encoder_dim=8)
     policy = ActorCritic(spaces, policy_spec, seed=seed).eval()
     if counter:
-        policy.load_arrays(as_counter(policy.to_arrays()))
+        turn_into_counter(policy)
     spec = RunSpec(
         env=env,
         env_kwargs=kwargs or {},

@@ -12,7 +12,7 @@ import torch
 from rollout_service import recurrence
 from rollout_service.control.messages import StartFrom
 from rollout_service.runspec import Core
-from tests.fixtures.envs import RandomTickEnv, TickEnv, TinyEnv
+from tests.fixtures.envs import RandomTickEnv, TickEnv, TinyEnv, TreeEnv
 from tests.workers.rig import COUNTER_STEP, make_rig
 
 
@@ -140,6 +140,20 @@ def test_a_policy_without_memory_has_no_state_fields_and_still_fills_its_slot() 
         _, rollout = rig.fill_all(StartFrom.FRESH)
     assert "hidden" not in rollout
     assert rollout["observations"][:, :, 1].tolist() == [[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]]
+
+
+def test_nested_observations_and_shifted_actions_fill_their_own_fields() -> None:
+    with make_rig(envs=[TreeEnv(3), TreeEnv(4)], envs_per_actor=2, num_steps=6) as rig:
+        _, rollout = rig.fill_all(StartFrom.FRESH)
+    clocks = np.array([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]])
+    assert rollout["observations/image"].dtype == np.uint8
+    assert (rollout["observations/image"][:, :, 1, 1, 2] == 10 * clocks).all()
+    assert (rollout["observations/position"] == np.stack([clocks, -clocks], axis=2)).all()
+    assert (rollout["observations/room"] == 1 + clocks % 4).all()
+    assert (rollout["observations/pair/0"] == clocks / 8).all()
+    assert (rollout["observations/pair/1"] == clocks % 2).all()
+    assert set(rollout["actions"].flat) <= {3, 4, 5}
+    assert (rollout["rewards"] == 0.5).all()
 
 
 def test_fresh_starts_from_zero_in_the_middle_of_an_episode() -> None:

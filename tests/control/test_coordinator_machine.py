@@ -1,0 +1,368 @@
+"""Every order of events that hypothesis can think of, against the laws of the protocol.
+
+Peers are modelled as real ones behave: they send what they may send, lose messages, repeat themselves, die, and are
+replaced. The laws are checked from the outside, on what was sent, besides the ledger's own check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rollout_service.control.coordinator import Effect, Notify, Send
+from rollout_service.control.events import RolloutCommitted
+from rollout_service.control.messages import (
+    Abort,
+    Batch,
+    Commit,
+    Committed,
+    Grant,
+    Message,
+    Publish,
+    Ready,
+    Refused,
+    StartFrom,
+    Stop,
+)
+from rollout_service.control.scheduling import Lockstep
+from tests.control.world import STEPS, Peer, World, make_join
+
+ACTORS = 2
+BATCH_DEADLINE_S = 30.0
+
+
+@dataclass
+class Actor:
+    """One actor process: what it fills, and what it would repeat."""
+
+    peer: Peer
+    joined: bool = False
+    grant: Grant | None = None
+    last: Message | None = None
+    """What it repeats until it is granted."""
+    seen: dict[int, int] = field(default_factory=dict)
+    """slot -> highest epoch it was granted."""
+    finished: Commit | None = None
+    """The commit of the lease it ended last: its live state is the state after these rows."""
+
+    moved: bool = False
+    """It gave a lease back since, somewhere in the middle."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        assert self.peer.welcome is not None
+        assert self.peer.welcome.actor_id is not None
+        return self.peer.welcome.actor_id, self.peer.welcome.incarnation
+
+
+class CheckedWorld(World):
+    """Watches everything that is sent."""
+
+    def __init__(self, deadline_s: float) -> None:
+        scheduler = Lockstep(ACTORS, min_actors=1, deadline_s=deadline_s)
+        super().__init__(ACTORS, scheduler=scheduler, total_updates=10**6)
+        self.granted: dict[tuple[int, int], bytes] = {}
+        self.epochs: dict[int, int] = {}
+        self.accepted: set[tuple[int, int]] = set()
+        self.handed_over: set[tuple[int, int]] = set()
+        self.answers: dict[tuple[bytes, int, int], bool] = {}
+        self.batches: dict[bytes, list[Batch]] = {}
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer, Grant() as grant):
+                    self.check_grant(peer, grant)
+                case Send(peer, Batch() as batch):
+                    self.check_batch(peer, batch)
+                case Send(peer, Committed() as answer):
+                    key = (peer, answer.slot, answer.epoch)
+                    assert self.answers.setdefault(key, answer.accepted) == answer.accepted, "another answer"
+                case Notify(RolloutCommitted() as event):
+                    row = (event.slot, self.coordinator._leases.ledger.epoch(event.slot))
+                    assert row not in self.accepted, "accepted twice"
+                    self.accepted.add(row)
+                case _:
+                    pass
+        super().carry_out(effects)
+
+    def check_grant(self, peer: bytes, grant: Grant) -> None:
+        assert self.coordinator.version is not None, "granted before weights exist"
+        key = (grant.slot, grant.epoch)
+        if key in self.granted:
+            assert self.granted[key] == peer, "one lease, two holders"
+            return
+        assert grant.epoch == self.epochs.get(grant.slot, 0) + 1, "epochs grow by one"
+        assert grant.version == self.coordinator.version
+        self.epochs[grant.slot] = grant.epoch
+        self.granted[key] = peer
+
+    def check_batch(self, learner: bytes, batch: Batch) -> None:
+        sent = self.batches.setdefault(learner, [])
+        if sent and sent[-1] == batch:
+            return
+        assert not sent or batch.update == sent[-1].update + 1
+        sent.append(batch)
+        bank = self.spec.bank(batch.bank)
+        ledger = self.coordinator._leases.ledger
+        for slot, steps, version in zip(bank, batch.valid_steps, batch.versions, strict=True):
+            if version == 0:
+                assert steps == 0
+                continue
+            assert version == self.coordinator.version, "rows of an old policy"
+            row = (slot, ledger.epoch(slot))
+            assert row in self.accepted, "trained without a commit"
+            assert row not in self.handed_over, "trained twice"
+            self.handed_over.add(row)
+
+
+class Run(RuleBasedStateMachine):
+    """A run in which anything may happen at any time."""
+
+    @initialize(deadline_s=st.sampled_from([float("inf"), BATCH_DEADLINE_S]))
+    def start(self, deadline_s: float) -> None:
+        self.world = CheckedWorld(deadline_s)
+        self.actors: dict[int, Actor] = {}
+        self.gone: list[Actor] = []
+        self.learner: Peer | None = None
+        self.learner_ready = False
+        self.batch: Batch | None = None
+        self.last_publish: Publish | None = None
+
+    # --- actors
+
+    @rule(actor_id=st.integers(0, ACTORS - 1), supervised=st.booleans())
+    def an_actor_comes(self, actor_id: int, supervised: bool) -> None:
+        peer = self.world.hello(actor_id if supervised else None)
+        taken = actor_id in self.actors if supervised else len(self.actors) == ACTORS
+        assert peer.got(Refused) == taken
+        if not taken:
+            actor = Actor(peer)
+            assert actor.identity[0] not in self.actors
+            self.actors[actor.identity[0]] = actor
+
+    @rule(actor_id=st.integers(0, ACTORS - 1), lose=st.booleans())
+    def it_joins_or_repeats_its_request(self, actor_id: int, lose: bool) -> None:
+        if (actor := self.actors.get(actor_id)) is None or actor.grant is not None:
+            return
+        actor.joined = True
+        actor.last = actor.last or make_join(self.world.spec)
+        actor.peer.tell(actor.last)
+        self.read_mail(actor, lose)
+
+    @rule(actor_id=st.integers(0, ACTORS - 1), steps=st.integers(0, STEPS), lose=st.booleans())
+    def it_commits(self, actor_id: int, steps: int, lose: bool) -> None:
+        if (actor := self.actors.get(actor_id)) is None or actor.grant is None:
+            return
+        self.commit(actor, steps)
+        self.read_mail(actor, lose)
+
+    @rule(actor_id=st.integers(0, ACTORS - 1))
+    def it_gives_its_lease_back(self, actor_id: int) -> None:
+        if (actor := self.actors.get(actor_id)) is None or actor.grant is None:
+            return
+        actor.last, actor.grant = Abort(slot=actor.grant.slot, epoch=actor.grant.epoch, reason="no"), None
+        actor.moved = True
+        actor.peer.tell(actor.last)
+        self.read_mail(actor, lose=False)
+
+    @rule(actor_id=st.integers(0, ACTORS - 1), abandoned=st.booleans())
+    def it_dies(self, actor_id: int, abandoned: bool) -> None:
+        if (actor := self.actors.pop(actor_id, None)) is None:
+            return
+        self.gone.append(actor)
+        self.world.carry_out(self.world.coordinator.actor_lost(*actor.identity, "killed", self.world.now))
+        if abandoned:
+            self.world.carry_out(self.world.coordinator.abandon_actor(actor_id, self.world.now))
+        self.read_all_mail()
+
+    @precondition(lambda self: self.gone)
+    @rule(which=st.integers(0, 100))
+    def a_dead_actors_message_arrives_late(self, which: int) -> None:
+        actor = self.gone[which % len(self.gone)]
+        if actor.grant is not None:
+            self.commit(actor, STEPS)
+        elif actor.last is not None:
+            actor.peer.tell(actor.last)
+        assert not actor.peer.got(Grant), "a dead actor was granted a slot"
+        actor.peer.inbox.clear()
+
+    @precondition(lambda self: self.gone)
+    @rule(which=st.integers(0, 100))
+    def an_old_death_is_proven_again(self, which: int) -> None:
+        identity = self.gone[which % len(self.gone)].identity
+        self.world.carry_out(self.world.coordinator.actor_lost(*identity, "killed", self.world.now))
+        self.read_all_mail()
+
+    # --- learner
+
+    @precondition(lambda self: self.learner is None)
+    @rule()
+    def a_learner_comes(self) -> None:
+        self.learner, self.learner_ready, self.batch = self.world.learner(ready=False), False, None
+
+    @precondition(lambda self: self.learner is not None)
+    @rule(back=st.integers(0, 2))
+    def it_is_ready_or_says_so_again(self, back: int) -> None:
+        assert self.learner is not None
+        if not self.learner_ready:
+            coordinator = self.world.coordinator
+            done = max(0, coordinator.updates_done - back)
+            self.learner.tell(Ready(version=(coordinator.version or 0) + 1, updates_done=done))
+        else:
+            self.learner.tell(Ready(version=self.world.coordinator.version or 0))
+        self.learner_ready = True
+        self.read_all_mail()
+
+    @precondition(lambda self: self.batch is not None)
+    @rule(seeds=st.sets(st.integers(0, ACTORS - 1)))
+    def it_publishes(self, seeds: set[int]) -> None:
+        assert self.batch is not None
+        self.publish(tuple(sorted(self.world.spec.bank(1 - self.batch.bank)[place] for place in seeds)))
+
+    @precondition(lambda self: self.learner is not None and self.last_publish is not None)
+    @rule()
+    def it_publishes_again(self) -> None:
+        assert self.learner is not None
+        assert self.last_publish is not None
+        version, updates = self.world.coordinator.version, self.world.coordinator.updates_done
+        self.learner.tell(self.last_publish)
+        assert (self.world.coordinator.version, self.world.coordinator.updates_done) == (version, updates)
+        self.read_all_mail()
+
+    @precondition(lambda self: self.learner is not None)
+    @rule()
+    def it_is_killed(self) -> None:
+        self.world.carry_out(self.world.coordinator.learner_lost(self.world.now))
+        self.learner, self.learner_ready, self.batch, self.last_publish = None, False, None, None
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, BATCH_DEADLINE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.tick(seconds)
+        self.read_all_mail()
+
+    @rule(
+        steps=st.lists(st.none() | st.integers(0, STEPS), min_size=ACTORS, max_size=ACTORS),
+        publishes=st.booleans(),
+        learner_dies=st.booleans(),
+    )
+    def a_round(self, steps: list[int | None], publishes: bool, learner_dies: bool) -> None:
+        """One round of a run, so that interesting things happen late in it too. Steps None: that actor is late."""
+        if self.learner is None:
+            self.a_learner_comes()
+        if not self.learner_ready:
+            self.it_is_ready_or_says_so_again(0)
+        for actor_id in range(ACTORS):
+            if actor_id not in self.actors:
+                self.an_actor_comes(actor_id, True)
+            self.it_joins_or_repeats_its_request(actor_id, lose=False)
+        if learner_dies:
+            self.it_is_killed()
+        for actor_id, count in enumerate(steps):
+            if self.actors[actor_id].grant is not None and count is not None:
+                self.commit(self.actors[actor_id], count)
+        self.read_all_mail()
+        if publishes and self.batch is not None:
+            self.publish(tuple(self.world.spec.bank(1 - self.batch.bank)))
+
+    # --- laws
+
+    @invariant()
+    def the_ledger_agrees_with_itself(self) -> None:
+        self.world.coordinator._leases.ledger.check()
+
+    @invariant()
+    def whoever_lives_keeps_its_place(self) -> None:
+        places = self.world.coordinator.report(self.world.now)["actors"]
+        assert {place["actor_id"] for place in places if place["pid"] is not None} == set(self.actors)
+
+    @invariant()
+    def the_report_counts_every_slot(self) -> None:
+        assert sum(self.world.coordinator.report(self.world.now)["slots"].values()) == 2 * ACTORS
+
+    def teardown(self) -> None:
+        """While one actor and the learner live, the run goes on."""
+        if not hasattr(self, "world"):
+            return
+        if self.learner is None:
+            self.a_learner_comes()
+        if not self.learner_ready:
+            self.it_is_ready_or_says_so_again(0)
+        if not self.actors:
+            self.an_actor_comes(0, True)
+        for actor_id in range(ACTORS):
+            if actor_id not in self.actors:
+                self.world.carry_out(self.world.coordinator.abandon_actor(actor_id, self.world.now))
+        wanted = self.world.coordinator.updates_done + 3
+        for _ in range(12):
+            for actor_id, actor in self.actors.items():
+                if actor.grant is not None:
+                    self.commit(actor, STEPS)
+                self.it_joins_or_repeats_its_request(actor_id, lose=False)
+            self.read_all_mail()
+            if self.batch is not None:
+                self.publish(())
+            elif self.learner is not None:
+                self.it_is_ready_or_says_so_again(0)
+        assert self.world.coordinator.updates_done >= wanted, self.world.coordinator.report(self.world.now)
+
+    # --- what peers do
+
+    def commit(self, actor: Actor, steps: int) -> None:
+        assert actor.grant is not None
+        grant, actor.grant = actor.grant, None
+        actor.last = Commit(slot=grant.slot, epoch=grant.epoch, valid_steps=steps, version=grant.version)
+        actor.finished, actor.moved = actor.last, False
+        actor.peer.tell(actor.last)
+
+    def publish(self, seeded: tuple[int, ...]) -> None:
+        assert self.batch is not None
+        assert self.learner is not None
+        version = (self.world.coordinator.version or 0) + 1
+        publish = Publish(update=self.batch.update, version=version, bank=self.batch.bank, seeded=seeded)
+        self.last_publish, self.batch = publish, None
+        self.learner.tell(publish)
+        self.read_all_mail()
+
+    def read_mail(self, actor: Actor, lose: bool) -> None:
+        messages = [] if lose else actor.peer.inbox
+        for message in messages:
+            assert not isinstance(message, Refused | Stop), message
+            if isinstance(message, Grant) and message.epoch > actor.seen.get(message.slot, 0):
+                assert actor.joined
+                assert actor.grant is None, "two leases at once"
+                actor.grant, actor.seen[message.slot] = message, message.epoch
+                self.check_start(actor, message)
+        actor.peer.inbox.clear()
+
+    def check_start(self, actor: Actor, grant: Grant) -> None:
+        """A seed is the state after the rows that this very process committed last, and the learner read last."""
+        finished, publish = actor.finished, self.last_publish
+        assert (grant.start is StartFrom.FRESH) == (finished is None)
+        if grant.start is StartFrom.SEEDED:
+            assert finished is not None
+            assert not actor.moved
+            assert publish is not None
+            assert (finished.slot, finished.epoch) in self.world.handed_over
+            assert finished.slot in self.world.spec.bank(publish.bank)
+            assert finished.valid_steps > 0
+            assert grant.slot in publish.seeded
+
+    def read_all_mail(self) -> None:
+        for actor in self.actors.values():
+            self.read_mail(actor, lose=False)
+        if self.learner is not None:
+            for message in self.learner.inbox:
+                assert not isinstance(message, Refused | Stop), message
+                if isinstance(message, Batch):
+                    self.batch = message
+            self.learner.inbox.clear()
+
+
+Run.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestRun = Run.TestCase

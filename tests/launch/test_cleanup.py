@@ -1,0 +1,78 @@
+"""`clean` finds orphans by proof of their supervisor's death, and leaves everything else alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout_service.launch.cleanup import clean_up, live_endpoints
+from rollout_service.lifeline import PARENT_VARIABLE
+from rollout_service.memory.segment import Segment, new_run_token
+from tests.fixtures.machine import environment, eventually
+
+ENDPOINT = "ipc:///tmp/rs-sock-nobody/c"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator:
+    """Starts `python -m workers --connect ENDPOINT` as a stand-in that only waits."""
+    (tmp_path / "workers.py").write_text("import sys\nprint('up', flush=True)\nsys.stdin.read()\n")
+    started: list[subprocess.Popen] = []
+
+    def one(endpoint: str = ENDPOINT, **extra: str) -> subprocess.Popen:
+        clean = {name: value for name, value in environment().items() if name != PARENT_VARIABLE}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workers", "--connect", endpoint],
+            cwd=tmp_path,
+            env={**clean, **extra},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        return process
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def found(dry_run: bool) -> set[int]:
+    return {each.process.pid for each in clean_up(dry_run=dry_run).processes}
+
+
+def test_only_the_child_of_a_dead_supervisor_is_ended(start):
+    orphan = start(**{PARENT_VARIABLE: str(dead_pid())})
+    supervised = start(**{PARENT_VARIABLE: str(os.getpid())})
+    by_hand = start()
+    mine = {orphan.pid, supervised.pid, by_hand.pid}
+    assert found(dry_run=True) & mine == {orphan.pid}
+    assert orphan.poll() is None
+    assert found(dry_run=False) & mine == {orphan.pid}
+    eventually(lambda: orphan.poll() is not None, 5, "the orphan is gone")
+    assert (supervised.poll(), by_hand.poll()) == (None, None)
+
+
+def test_children_of_a_run_whose_segment_is_locked_are_left_alone(start):
+    endpoint = "ipc:///tmp/rs-sock-alive/c"
+    spec = f'{{"endpoint": "{endpoint}"}}'.encode()
+    with Segment.create(64, kind="rollout", token=new_run_token(), spec=spec) as segment:
+        segment.mark_ready()
+        assert endpoint in live_endpoints()
+        child = start(endpoint, **{PARENT_VARIABLE: str(dead_pid())})
+        assert child.pid not in found(dry_run=True)
+        assert segment.name not in {each.name for each in clean_up(dry_run=True).segments}
+    assert child.pid in found(dry_run=True)
