@@ -94,7 +94,7 @@ class TrainConfig(BaseModel):
     device: Device = Device.AUTO
     """Device of the learner; actors always compute on the CPU."""
     learner_threads: Positive | Literal["auto"] = "auto"
-    """Threads of one learner operation on the CPU. auto: all usable cores, since the actors idle during an update."""
+    """Threads of one learner operation on the CPU. auto: one for small minibatches, else all usable cores."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     """Adam's step size at the start."""
     learning_rate_schedule: Schedule = Schedule.LINEAR

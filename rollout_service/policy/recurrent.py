@@ -191,16 +191,13 @@ class LSTMCore(nn.Module):
 
     def _run_layer(self, layer: int, x: Tensor, hidden: Tensor, cell: Tensor, plan: ResetPlan | None) -> Tensor:
         """x [P, n, D or D + 1] -> [P, n, H]."""
-        weight_ih, weight_hh, bias_ih, bias_hh = self.layer_weights(layer)
+        weights = self.layer_weights(layer)
         if plan is not None:
-            shut = self.get_buffer("shut")
-            weight_ih = torch.cat([weight_ih, shut], dim=1)
+            weights = (torch.cat([weights[0], self.get_buffer("shut")], dim=1), *weights[1:])
         out, _, _ = torch.lstm(
             x.contiguous(),
             (hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous()),
-            one_block((weight_ih, weight_hh, bias_ih, bias_hh))
-            if x.is_cuda
-            else (weight_ih, weight_hh, bias_ih, bias_hh),
+            one_block(weights) if x.is_cuda else weights,
             True,
             1,
             0.0,

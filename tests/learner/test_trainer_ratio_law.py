@@ -54,7 +54,7 @@ def collect_and_learn(run: SerialRun, lengths: tuple[int, ...]) -> SerialUpdate:
 
 
 def test_the_state_that_enters_a_rollout_is_the_one_that_left_the_last_one() -> None:
-    """With a cell that grows by 0.1 per row and episodes that do not end: 0, 0.8, 1.6 at row 0 of three rollouts of 8."""
+    """A cell that grows by 0.1 per row, episodes that do not end: 0, 0.8, 1.6 at row 0 of three rollouts of 8."""
     config = small_config(
         env="tests.fixtures.envs:TickEnv", env_kwargs={"length": 1000}, num_steps=8, learning_rate=1e-12, self_check=1
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rollout_service.errors import ShapeError, StateMissing
 from rollout_service.policy import recurrent
-from rollout_service.policy.recurrent import FeedForwardCore, LSTMCore, chrono_biases
+from rollout_service.policy.recurrent import FeedForwardCore, LSTMCore, chrono_biases, one_block
 
 INPUTS, HIDDEN, STEPS, ROWS = 5, 6, 19, 7
 
@@ -150,6 +150,18 @@ def test_chrono_initialisation_sets_input_and_forget_gates_of_every_layer_only()
         assert f.max() > 0
         assert torch.equal(torch.cat([g, o]), torch.zeros(2 * HIDDEN))
         assert torch.equal(core.get_parameter(f"bias_hh_l{layer}"), torch.zeros(4 * HIDDEN))
+
+
+def test_weights_in_one_block_are_neighbours_and_pass_gradients_on() -> None:
+    weights = make_core(1).layer_weights(0)
+    block = one_block(weights)
+    assert all(torch.equal(piece, weight) for piece, weight in zip(block, weights, strict=True))
+    assert all(piece.is_contiguous() for piece in block)
+    ends = [piece.storage_offset() + piece.numel() for piece in block]
+    assert [piece.storage_offset() for piece in block] == [0, *ends[:-1]]
+    assert block[0].untyped_storage().nbytes() == 4 * ends[-1]
+    gradients_of_weights = torch.autograd.grad(sum((piece.sum() for piece in block), torch.zeros(())), weights)
+    assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in gradients_of_weights)
 
 
 def test_a_state_without_its_cell_is_an_error() -> None:
