@@ -12,6 +12,7 @@ stuck actor hangs. What must never happen: a child that outlives its parent by m
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Final
+from typing import Final, NoReturn
 
 PARENT_VARIABLE: Final = "ROLLOUT_SERVICE_PARENT"
 """Environment variable with the pid of the supervising process."""
@@ -59,6 +60,19 @@ def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> 
         os.kill(os.getpid(), on_death)
     threading.Thread(target=_watch, args=(parent, grace_s), name="lifeline", daemon=True).start()
     return True
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process: exit handlers and flushing included, interpreter teardown excluded. The last call of a role.
+
+    Unloading torch takes 0.3 s of a core per process, 1.7 s where three of them share two cores, and frees only what
+    the kernel frees anyway. A thread that some library left behind cannot hold the exit up either.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def _ask_kernel(on_death: signal.Signals) -> None:

@@ -78,12 +78,14 @@ def train(config: TrainConfig, *, stream: TextIO | None = None) -> Outcome:
         config, sizing = prepare.resolve(config)
         num_actors = int(config.num_actors)
         total_updates = check_fits_one_rollout(config, num_actors)
-        leftovers = clean_up()
-        spec = prepare.probe(config, inbox)
         token = new_run_token()
         path = config.run_dir or default_run_directory(config.env, token, datetime.now().astimezone())
         config = config.model_copy(update={"run_dir": path})
-        run_dir = stack.enter_context(RunDirectory(path, resume=config.resume))
+        leftovers = clean_up()
+        # A run that resumes has its directory already; a new one makes it only once its settings are known to work.
+        opened = stack.enter_context(RunDirectory(path, resume=True)) if config.resume else None
+        spec = prepare.probe(config, inbox)
+        run_dir = opened or stack.enter_context(RunDirectory(path, resume=False))
 
         progress = open_progress(f"{config.env}  {path}", stream)
         stack.callback(progress.close)

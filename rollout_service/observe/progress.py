@@ -16,7 +16,7 @@ from rollout_service.observe.metrics import Summary
 if TYPE_CHECKING:
     from rich.panel import Panel
 
-LIVE_INTERVAL_S: Final = 0.25
+LIVE_INTERVAL_S: Final = 0.5
 """Between two drawings of the live panel; drawing takes a few ms of the interpreter that the coordinator shares."""
 PLAIN_INTERVAL_S: Final = 5.0
 """Between two plain lines at first; a tenth of the elapsed time later, at most PLAIN_INTERVAL_MAX_S."""
@@ -90,7 +90,7 @@ class LiveProgress:
         self._live.update(panel(self._title, summary), refresh=True)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()

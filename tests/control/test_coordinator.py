@@ -461,6 +461,17 @@ def test_a_lease_from_before_the_learners_death_is_dropped_and_granted_again() -
     assert world.counters == {"dropped_rollouts": 1, "dropped_stale_commits": 1}
 
 
+def test_nothing_is_granted_to_a_restored_learner_that_is_not_ready() -> None:
+    world, _, (first, second), (grant_0, grant_1) = started()
+    world.carry_out(world.coordinator.learner_lost(world.now))
+    restored = world.learner(ready=False)
+    first.commit(grant_0, version=0)
+    second.commit(grant_1)
+    world.tick(1.0)
+    assert not first.got(Grant)
+    assert not restored.got(Batch)
+
+
 def test_rows_committed_while_there_is_no_learner_are_dropped_with_the_rest() -> None:
     world, _, (first, second), (grant_0, grant_1) = started()
     world.carry_out(world.coordinator.learner_lost(world.now))

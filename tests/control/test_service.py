@@ -128,20 +128,19 @@ class Service:
         client.bye("finished")
         client.close()
 
+    def events_until(self, kind: type[Event], count: int = 1) -> list[Event]:
+        """All events up to the count-th of this kind."""
+        found: list[Event] = []
+        while sum(isinstance(event, kind) for event in found) < count:
+            found.append(self.server.events.get(timeout=DEADLINE_S))
+        return found
+
     def wait_for(self, kind: type[E]) -> E:
         """The next event of this kind; others on the way are dropped."""
         while True:
             event: Event = self.server.events.get(timeout=DEADLINE_S)
             if isinstance(event, kind):
                 return event
-
-    def remaining_events(self) -> list[Event]:
-        found = []
-        while True:
-            try:
-                found.append(self.server.events.get_nowait())
-            except queue.Empty:
-                return found
 
     def join_roles(self) -> None:
         for thread in self.threads:
@@ -186,7 +185,7 @@ def test_a_whole_run_over_sockets() -> None:
             "finished",
         )
         assert report["counters"] == {}
-        events = service.remaining_events()
+        events = service.events_until(PeerLeft, count=4)
         assert [event.update for event in events if isinstance(event, UpdateFinished)] == list(range(1, 21))
         assert sum(isinstance(event, RolloutCommitted) for event in events) == 60
         assert [event.reason for event in events if isinstance(event, RunFinished)] == ["finished"]
@@ -203,7 +202,7 @@ def test_every_5th_message_lost_in_each_direction_costs_time_and_nothing_else() 
         assert (report["updates"], report["env_steps"]) == (40, 40 * 3 * ENVS * STEPS)
         assert service.server._router.lost > 100  # type: ignore[attr-defined]
         assert {name: count for name, count in report["counters"].items() if "dropped" in name} == {}
-        committed = [event for event in service.remaining_events() if isinstance(event, RolloutCommitted)]
+        committed = [event for event in service.events_until(RunFinished) if isinstance(event, RolloutCommitted)]
         assert len(committed) == 120
 
 

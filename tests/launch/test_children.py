@@ -91,3 +91,18 @@ def test_a_role_started_by_hand_follows_nobody():
     )
     assert ran.stdout == "False\n"
     assert PARENT_VARIABLE not in os.environ
+
+
+def test_leaving_runs_exit_handlers_and_waits_for_no_thread():
+    code = (
+        "import atexit, threading\n"
+        "from rollout_service.lifeline import leave\n"
+        "atexit.register(lambda: print('handler'))\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "print('text', end=' ')\n"
+        "leave(7)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (7, "text handler\n")

@@ -1,0 +1,36 @@
+"""Envs to time with: `rollout_service.bench.envs:NullEnv` costs next to nothing, so what is left is ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+Observation = NDArray[np.float32]
+
+
+class NullEnv(gymnasium.Env[Observation, Any]):
+    """Always the same zeros, float32 [size]; reward 0; an episode of `length` steps ends by termination."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, size: int = 64, actions: int = 6, length: int = 200) -> None:
+        self.observation_space = spaces.Box(-1.0, 1.0, (size,), np.float32)
+        self.action_space = spaces.Discrete(actions)
+        self._observation = np.zeros(size, np.float32)
+        self._length = length
+        self._steps = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        self._steps = 0
+        return self._observation, {}
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:  # noqa: ARG002
+        self._steps += 1
+        return self._observation, 0.0, self._steps >= self._length, False, {}

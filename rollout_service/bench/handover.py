@@ -1,0 +1,127 @@
+"""handover: from an actor's COMMIT to rows that the learner can read, against a pickle through a pipe.
+
+    actor's process   --COMMIT-->  service (a thread here)  --BATCH-->   learner's process      rows stay where they are
+    actor's process   --pickled arrays through a socket pair-->          learner's process      rows travel
+
+Two real child processes (handover_role) play actor and learner over the real server, coordinator, sockets and shared
+memory; every rollout goes both ways, one after the other. Both clocks are the system's monotonic one, which all
+processes share on Linux. What must never happen: a child that outlives the measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing import Pipe
+from typing import Final
+
+from rollout_service.bench.report import Report
+from rollout_service.bench.rig import paper_spec, rollout_memory
+from rollout_service.bench.timing import Figures, Samples
+from rollout_service.control.coordinator import Coordinator
+from rollout_service.control.messages import Role
+from rollout_service.control.server import Server
+from rollout_service.control.transport import Router, remove_socket_directory, socket_endpoint
+from rollout_service.errors import RunFailed
+from rollout_service.lifeline import PARENT_VARIABLE
+from rollout_service.memory.schema import Role as FieldRole
+from rollout_service.memory.segment import new_run_token
+from rollout_service.memory.slots import RolloutMemory
+from rollout_service.runspec import RunSpec
+
+REPETITIONS: Final = 50
+WARM_UP: Final = 3
+SIZES: Final = ((4, 32), (16, 128), (64, 128))
+DEADLINE_S: Final = 60.0
+ROLE_MODULE: Final = "rollout_service.bench.handover_role"
+SIDES: Final = ("shared", "pickled")
+
+NOTES: Final = (
+    "shared: COMMIT through the service to BATCH, header checked, last row read; pickled: the same arrays, send to recv",
+)
+
+
+def measure(repetitions: int = REPETITIONS, *, sizes: Sequence[tuple[int, int]] = SIZES) -> Report:
+    """One case per (envs, steps). Raises RunFailed with the last words of a child that broke."""
+    cases = dict(one_case(repetitions, envs, steps) for envs, steps in sizes)
+    return Report("handover", "a rollout from one process to another, until readable", cases, NOTES)
+
+
+def one_case(repetitions: int, envs: int, steps: int) -> tuple[str, Figures]:
+    """The case's name, which holds the size, and its figures."""
+    spec = paper_spec(envs, steps)
+    with ExitStack() as stack:
+        memory = stack.enter_context(rollout_memory(spec))
+        endpoint = stack.enter_context(service(spec, memory, WARM_UP + repetitions))
+        ours, theirs = Pipe()
+        stack.callback(ours.close)
+        stack.callback(theirs.close)
+        actor = stack.enter_context(child(Role.ACTOR, endpoint, ours.fileno()))
+        learner = stack.enter_context(child(Role.LEARNER, endpoint, theirs.fileno()))
+        sent, readable = stamps(actor), stamps(learner)
+        travelling = sum(memory.array(f.name)[0].nbytes for f in memory.fields if f.role is not FieldRole.LEARNER)
+    samples = Samples(
+        {side: [end - begin for begin, end in zip(sent[side], readable[side], strict=True)][WARM_UP:] for side in SIDES}
+    )
+    figures = samples.medians("us") | samples.ratio("shared", "pickled")
+    return f"{envs} envs x {steps}, {travelling / 2**20:.2f} MiB", figures
+
+
+@contextmanager
+def service(spec: RunSpec, memory: RolloutMemory, updates: int) -> Iterator[str]:
+    """The service of a run of that many updates; gives its endpoint."""
+    endpoint = socket_endpoint(new_run_token())
+    try:
+        coordinator = Coordinator(
+            spec,
+            run_id="bench",
+            config_json="{}",
+            rollout_segment=memory.name,
+            weights_segment="",
+            total_updates=updates,
+            step_timeout=DEADLINE_S,
+        )
+        server = Server(Router(endpoint), coordinator)
+        server.start()
+        try:
+            yield endpoint
+        finally:
+            server.stop()
+            server.join()
+    finally:
+        remove_socket_directory(endpoint)
+
+
+@contextmanager
+def child(role: Role, endpoint: str, descriptor: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that plays `role` and has its end of the pipe; gone at the end, one way or the other."""
+    command = [sys.executable, "-m", ROLE_MODULE, role.value, endpoint, str(descriptor)]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pass_fds=(descriptor,),
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def stamps(process: subprocess.Popen[str]) -> dict[str, list[float]]:
+    """Side -> the moments that this child took down, in order."""
+    try:
+        answer, words = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"a process of the hand-over was not through within {DEADLINE_S:g} s") from None
+    if process.returncode:
+        raise RunFailed(f"a process of the hand-over ended with {process.returncode}\n{words[-4000:].strip()}")
+    found: dict[str, list[float]] = json.loads(answer)
+    return found
