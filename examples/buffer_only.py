@@ -2,8 +2,8 @@
 
     python -m examples.buffer_only
 
-No service, no env, no network: random numbers stand where they would be. Time limits are told apart from real ends: a row
-that was `truncated` brings V(final observation) with it.
+No service, no env, no network: random numbers stand where they would be. Time limits are told apart from real ends: a
+row that was `truncated` brings V(final observation) with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NUM_STEPS, NUM_ENVS, OBS_DIM, HIDDEN_DIM = 16, 4, 3, 8
 
 
 def main() -> list[tuple[int, ...]]:
-    """Shows what comes out; returns the shapes of the minibatches' observations."""
+    """Shows what comes out; returns the shapes of the minibatches, [envs, steps]."""
     random = np.random.default_rng(1)
     hidden = cell = np.zeros((NUM_ENVS, 1, HIDDEN_DIM), np.float32)  # [envs, layers, width]
     with RecurrentRolloutBuffer(NUM_STEPS, NUM_ENVS, obs_dim=OBS_DIM, hidden_dim=HIDDEN_DIM) as buffer:
@@ -38,8 +38,8 @@ def main() -> list[tuple[int, ...]]:
         print("advantages [step, env]", buffer.advantages().shape, "episodes ended", int(buffer.terminated().sum()))
         shapes = []
         for batch in buffer.to_minibatches(2, generator=random):
-            shapes.append(tuple(batch.obs_seq.shape))
-            print("minibatch of envs", batch.env_ids.tolist(), "observations [env, step, obs]", shapes[-1])
+            shapes.append(tuple(batch.advantages.shape))
+            print("minibatch of envs", batch.env_ids.tolist(), "advantages [env, step]", shapes[-1])
         buffer.seed_warm_start(NUM_STEPS - 1, exiting, exiting)  # the next rollout goes on from here
         print("next rollout begins a new episode in env", buffer.episode_start_carry().astype(bool).tolist())
     return shapes

@@ -17,7 +17,7 @@ import gymnasium
 from gymnasium import spaces
 
 
-class CombinationLock(gymnasium.Env[int, Any]):
+class CombinationLock(gymnasium.Env[Any, Any]):
     """Shows `digits` digits, one per step, then nothing; each digit that is dialled right in that silence earns its
     share of 1.
 
@@ -31,7 +31,7 @@ class CombinationLock(gymnasium.Env[int, Any]):
         self.action_space = spaces.Discrete(base)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        super().reset(seed=seed)
+        super().reset(seed=seed, options=options)
         self.code = self.np_random.integers(self.base, size=self.digits).tolist()
         self.step_number = self.right = 0
         return self.code[0], {}
@@ -53,7 +53,7 @@ def make(digits: int = 2, base: int = 3) -> CombinationLock:
 
 
 def main(episodes: int = 1000, digits: int = 2, base: int = 3) -> float:
-    """Checks the env as a run would and plays it blindly: the score that a policy without memory cannot beat by much."""
+    """Checks the env as a run would, and plays it blindly: no policy without memory scores more than that."""
     from rollout_service.envs.make import check_contract, make_env
 
     arguments = {"digits": digits, "base": base}
