@@ -9,6 +9,7 @@ finished, interrupted by Ctrl-C (the checkpoint is written first), or failed. A 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from rollout_service.config import TrainConfig
@@ -37,4 +38,4 @@ if __name__ == "__main__":
     parser.add_argument("--total-steps", type=int, default=100_000)
     parser.add_argument("--num-actors", type=int, default=2)
     parser.add_argument("--run-dir", type=Path)
-    main(**vars(parser.parse_args()))
+    sys.exit(main(**vars(parser.parse_args())).ending.exit_code)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from rollout_service.control.client import Client
 from rollout_service.control.messages import Hello, Role
 from rollout_service.errors import RolloutServiceError
-from rollout_service.lifeline import follow_parent
+from rollout_service.lifeline import follow_parent, leave
 
 if TYPE_CHECKING:
     from learner.session import LearnerSession
@@ -65,4 +65,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

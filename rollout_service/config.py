@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout_service.errors import ConfigError
-from rollout_service.runspec import Core, PolicySpec, StateStrategy
+from rollout_service.runspec import Core, PolicySpec, StateStrategy, Vectorize
 
 
 class Device(StrEnum):
@@ -61,6 +61,9 @@ class TrainConfig(BaseModel):
     """Gymnasium id (`Namespace/Name-v0`, `module:Name-v0`) or `module:factory`, found from the current directory too."""
     env_kwargs: dict[str, Any] = {}
     """Arguments of the env, as key=value."""
+    vectorize: Vectorize = Vectorize.NONE
+    """none: single envs. sync, async: gymnasium's vector envs over them, made with env_kwargs' vector_kwargs.
+    vector_entry_point: the id's own vector env. factory: module:factory, called with num_envs."""
 
     # Collection
     num_actors: Positive | Literal["auto"] = "auto"

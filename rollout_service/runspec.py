@@ -44,6 +44,21 @@ class AutoresetMode(StrEnum):
     DISABLED = "disabled"
 
 
+class Vectorize(StrEnum):
+    """How the envs of one actor are stepped together.
+
+    NONE: single envs, one after another, reset by the actor. SYNC, ASYNC: the same single envs inside gymnasium's
+    SyncVectorEnv or AsyncVectorEnv. VECTOR_ENTRY_POINT: the vector env that a gymnasium id registers. FACTORY: what
+    `module:factory` returns when it is called with num_envs and env_kwargs.
+    """
+
+    NONE = "none"
+    SYNC = "sync"
+    ASYNC = "async"
+    VECTOR_ENTRY_POINT = "vector_entry_point"
+    FACTORY = "factory"
+
+
 class SpaceKind(StrEnum):
     BOX = "box"
     DISCRETE = "discrete"
@@ -110,8 +125,10 @@ class RunSpec(Frozen):
     protocol_version: int = PROTOCOL_VERSION
     env: str
     env_kwargs: dict[str, Any] = {}
+    vectorize: Vectorize = Vectorize.NONE
     spaces: Spaces
     autoreset: AutoresetMode = AutoresetMode.ACTOR
+    """What the env turned out to do, not a wish."""
     policy: PolicySpec
     state: dict[str, tuple[int, ...]]
     """Recurrent state of one env: array name -> shape, e.g. {"hidden": (L, H), "cell": (L, H)}; {} without a core."""
@@ -133,7 +150,7 @@ class RunSpec(Frozen):
 
     @property
     def steps_per_rollout(self) -> int:
-        """Env steps of one full rollout over all actors, N * T."""
+        """Rows of one full rollout over all actors, N * T: its env steps, unless the envs insert filler rows."""
         return self.num_envs * self.num_steps
 
     def bank(self, index: int) -> range:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from typing import Final
 
-from rollout_service.lifeline import follow_parent
+from rollout_service.lifeline import follow_parent, leave
 
 QUIET_NEIGHBOUR: Final = {
     "OMP_NUM_THREADS": "1",
@@ -42,4 +41,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

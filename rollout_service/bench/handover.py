@@ -41,7 +41,7 @@ ROLE_MODULE: Final = "rollout_service.bench.handover_role"
 SIDES: Final = ("shared", "pickled")
 
 NOTES: Final = (
-    "shared: COMMIT through the service to BATCH, header checked, last row read; pickled: the same arrays, send to recv",
+    "shared: COMMIT through the service to BATCH, header and last row read; pickled: the same arrays, send to recv",
 )
 
 

@@ -23,7 +23,7 @@ SIZES: Final = ((4, 128), (16, 128), (64, 128))
 PER_STEP: Final = ("observations", "actions", "log_probs", "values", "advantages", "returns", "valid")
 
 NOTES: Final = (
-    "ours: to_training_batch over slots in shared memory; naive: stack [T, N, *], transpose, copy, from per-step arrays",
+    "ours: to_training_batch over slots in shared memory; naive: per-step arrays stacked to [T, N, *], turned, copied",
 )
 
 

@@ -156,6 +156,8 @@ class Commit(Message):
     valid_steps: Count
     version: Count
     """The weights version that really acted."""
+    env_steps: Count | None = None
+    """Rows of the first valid_steps that are real transitions; None: all of them, in every env of the slot."""
     episodes: Annotated[tuple[Episode, ...], FromWire] = ()
     seconds: dict[str, float] = {}
     """Time split of the lease: phase -> seconds."""

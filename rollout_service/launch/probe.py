@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from rollout_service.config import TrainConfig
 from rollout_service.errors import ConfigError, RolloutServiceError
+from rollout_service.lifeline import leave
 from rollout_service.runspec import RunSpec
 
 EXIT_REFUSED = 2
@@ -74,4 +75,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
