@@ -1,4 +1,4 @@
-"""`rollout-service train | eval | status | clean | envs`: words in, exit code out.
+"""`rollout-service train | eval | status | clean | envs | bench`: words in, exit code out.
 
     exit code   0 as asked   1 the run failed   2 the words or the settings are wrong   130, 143 Ctrl-C, SIGTERM
 
@@ -154,12 +154,20 @@ def envs(words: Sequence[str]) -> int:
     return 0
 
 
+def bench(words: Sequence[str]) -> int:
+    """Time the parts and whole runs, each against the plain way to do it."""
+    from rollout_service.bench.command import main as run
+
+    return run(words)
+
+
 COMMANDS: Final[dict[str, Callable[[Sequence[str]], int]]] = {
     "train": train,
     "eval": evaluate,
     "status": status,
     "clean": clean,
     "envs": envs,
+    "bench": bench,
 }
 
 

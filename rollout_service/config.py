@@ -58,7 +58,7 @@ class TrainConfig(BaseModel):
 
     # Environment
     env: str = "Memory/TMaze-v0"
-    """Gymnasium id (`Namespace/Name-v0`, `module:Name-v0`) or `module:factory`, found from the current directory too."""
+    """Gymnasium id (`Namespace/Name-v0`, `module:Name-v0`) or `module:factory`; the current directory counts too."""
     env_kwargs: dict[str, Any] = {}
     """Arguments of the env, as key=value."""
     vectorize: Vectorize = Vectorize.NONE

@@ -1,8 +1,8 @@
 """What every test leaves behind is checked: segments, processes, socket directories.
 
-The check compares this machine before and after each test, so a leak names the test that made it. Runs of other people on
-the same machine do not count: sockets of the tests have a root of their own, and a segment whose living owner is neither
-this process nor its child is somebody else's.
+The check compares this machine before and after each test, so a leak names the test that made it. Runs of other people
+on the same machine do not count: sockets of the tests have a root of their own, and a segment whose living owner is
+neither this process nor its child is somebody else's.
 """
 
 from __future__ import annotations

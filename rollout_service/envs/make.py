@@ -1,12 +1,12 @@
-"""From a name on the command line to a gymnasium env, and from its spaces to ours.
+"""From a name on the command line to a single gymnasium env, and from its spaces to ours.
 
 Accepted names: a gymnasium id (`CartPole-v1`, `Memory/TMaze-v0`), an id behind the module that registers it
 (`package.module:Name-v0`), or a factory (`package.module:make_env`, a function or class called with env_kwargs).
 Modules are found from the current directory too.
 
-Everything that can be refused is refused here, in one line, before a segment or a process exists: envs of the old gym
-API, vector envs, spaces without a class here. Never: repairs an env silently.
-Leaves to others: stepping (vector.py), networks for the leaves (policy).
+Everything that can be refused is refused here, in one line, before a segment or a process exists: an old gymnasium,
+envs of the old gym API, vector envs, spaces without a class here. Never: repairs an env silently.
+Leaves to others: vector envs (make_vector.py), stepping (vector.py), networks for the leaves (policy).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import gymnasium
@@ -29,6 +30,10 @@ Env = gymnasium.Env[Any, Any]
 Keys = tuple[str | int, ...]
 """Where a leaf sits inside an observation: the keys of nested dicts, the indices of nested tuples."""
 
+OLDEST_GYMNASIUM: Final = (1, 0)
+SUPPORTED: Final = "supported: gymnasium 1.0 and newer"
+"""Said in every refusal of an API. The API of envs dates from 0.26, that of vector envs from 1.0."""
+
 _GYMNASIUM_ID: Final = re.compile(r"^(?:[\w:-]+/)?[\w:.-]+-v\d+$")
 _STORED_AS: Final = {"float64": "float32"}
 """Box dtypes that are stored in another one. Everything else keeps the space's own dtype."""
@@ -39,17 +44,48 @@ _BOX_DTYPES: Final = frozenset(
 
 def make_env(env: str, kwargs: Mapping[str, Any] | None = None) -> Env:
     """One single env by name. Raises ConfigError if the name leads nowhere, EnvFault if building it fails."""
+    arguments = dict(kwargs or {})
+    module, name = find(env)
+    with building(env, arguments):
+        if is_id(module, name):
+            made: object = gymnasium.make(name, disable_env_checker=True, **arguments)
+        else:
+            made = factory_of(module, name, env)(**arguments)
+    return _checked(made, env)
+
+
+def find(env: str) -> tuple[object | None, str]:
+    """The module that registers or makes the env, imported (None: gymnasium's own), and the name in it.
+
+    Raises ConfigError for a gymnasium that is too old or a module that is not there, EnvFault if importing it fails.
+    """
+    check_gymnasium()
     if "" not in sys.path:
         sys.path.insert(0, "")
     memory_tasks.register()
-    arguments = dict(kwargs or {})
     module_name, _, name = env.rpartition(":")
-    module = _import(module_name, env) if module_name else None
+    return (_import(module_name, env) if module_name else None), name
+
+
+def is_id(module: object | None, name: str) -> bool:
+    """Whether the name is a gymnasium id rather than a callable of the module."""
+    return module is None or (_GYMNASIUM_ID.match(name) is not None and not hasattr(module, name))
+
+
+def factory_of(module: object | None, name: str, env: str) -> Any:
+    """The callable of that name. Raises ConfigError."""
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        where = "an env of your own is module:factory" if module is None else f"{getattr(module, '__name__', module)}"
+        raise ConfigError(f"env {env!r}: {where} has no callable {name!r}")
+    return factory
+
+
+@contextmanager
+def building(env: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Whatever goes wrong inside while an env is built, as one line: ConfigError from gymnasium, EnvFault otherwise."""
     try:
-        if module is None or (_GYMNASIUM_ID.match(name) and not hasattr(module, name)):
-            made = gymnasium.make(name, disable_env_checker=True, **arguments)
-        else:
-            made = _factory(module, name, env)(**arguments)
+        yield
     except RolloutServiceError:
         raise
     except gymnasium.error.Error as error:
@@ -57,8 +93,14 @@ def make_env(env: str, kwargs: Mapping[str, Any] | None = None) -> Env:
             f"env {env!r} cannot be made: {_one_line(error)} (an env of your own: module:Name-v0 or module:factory)"
         ) from error
     except Exception as error:
-        raise EnvFault(f"env {env!r} with arguments {arguments} could not be built: {_described(error)}") from error
-    return _checked(made, env)
+        raise EnvFault(f"env {env!r} with arguments {arguments} could not be built: {described(error)}") from error
+
+
+def check_gymnasium() -> None:
+    """Raise ConfigError if the installed gymnasium is older than what is supported."""
+    numbers = re.findall(r"\d+", gymnasium.__version__)[:2]
+    if tuple(int(number) for number in numbers) < OLDEST_GYMNASIUM:
+        raise ConfigError(f"gymnasium {gymnasium.__version__} is installed; {SUPPORTED}; upgrade it")
 
 
 def check_contract(env: Env, name: str) -> None:
@@ -69,14 +111,14 @@ def check_contract(env: Env, name: str) -> None:
     try:
         first = env.reset(seed=0)
     except Exception as error:
-        raise EnvFault(f"env {name!r}: reset(seed=0) raised {_described(error)}") from error
+        raise EnvFault(f"env {name!r}: reset(seed=0) raised {described(error)}") from error
     check_reset(first, name)
     env.action_space.seed(0)
     action = env.action_space.sample()
     try:
         result = env.step(action)
     except Exception as error:
-        raise EnvFault(f"env {name!r}: step({action!r}) raised {_described(error)}") from error
+        raise EnvFault(f"env {name!r}: step({action!r}) raised {described(error)}") from error
     check_step(result, name)
 
 
@@ -85,7 +127,7 @@ def check_reset(result: object, name: str) -> None:
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
         raise EnvFault(
             f"{name}: reset returned {_counted(result)}, expected 2 values (observation, info); "
-            "that is the API before gymnasium 0.26: port the env to gymnasium.Env"
+            f"that is the API before gymnasium 0.26: port the env to gymnasium.Env ({SUPPORTED})"
         )
 
 
@@ -94,7 +136,7 @@ def check_step(result: object, name: str) -> None:
     if not (isinstance(result, tuple) and len(result) == 5):
         raise EnvFault(
             f"{name}: step returned {_counted(result)}, expected 5 (observation, reward, terminated, truncated, info); "
-            "4 values are the API before gymnasium 0.26: port the env to gymnasium.Env"
+            f"4 values are the API before gymnasium 0.26: port the env to gymnasium.Env ({SUPPORTED})"
         )
 
 
@@ -150,23 +192,16 @@ def _import(module_name: str, env: str) -> object:
             f"env {env!r}: {_one_line(error)}; modules are found on sys.path and in the current directory"
         ) from error
     except Exception as error:
-        raise EnvFault(f"env {env!r}: importing {module_name} raised {_described(error)}") from error
-
-
-def _factory(module: object, name: str, env: str) -> Any:
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise ConfigError(f"env {env!r}: {getattr(module, '__name__', module)} has no callable {name!r}")
-    return factory
+        raise EnvFault(f"env {env!r}: importing {module_name} raised {described(error)}") from error
 
 
 def _checked(made: object, env: str) -> Env:
     if isinstance(made, gymnasium.vector.VectorEnv):
-        raise EnvFault(f"env {env!r} is a vector env; give the single env, the actor steps several of them")
+        raise EnvFault(f"env {env!r} is a vector env; set vectorize to factory, or give the single env")
     if not isinstance(made, gymnasium.Env):
         kind = type(made)
         raise EnvFault(
-            f"env {env!r} is a {kind.__module__}.{kind.__qualname__}, not a gymnasium.Env; port it to gymnasium"
+            f"env {env!r} is a {kind.__module__}.{kind.__qualname__}, not a gymnasium.Env; port it ({SUPPORTED})"
         )
     return made
 
@@ -175,7 +210,7 @@ def _counted(result: object) -> str:
     return f"{len(result)} values" if isinstance(result, tuple) else f"one {type(result).__name__}"
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {_one_line(error)}"
 
 

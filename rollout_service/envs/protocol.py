@@ -91,9 +91,7 @@ class StepOutcome:
             terminated=np.zeros(num_envs, np.bool_),
             truncated=np.zeros(num_envs, np.bool_),
             valid=np.ones(num_envs, np.bool_),
-            final_observations={
-                name: np.zeros((num_envs, *shape), dtype) for name, (shape, dtype) in fields.items()
-            },
+            final_observations={name: np.zeros((num_envs, *shape), dtype) for name, (shape, dtype) in fields.items()},
         )
 
 

@@ -13,75 +13,21 @@ Never: allocation of arrays, IO or logging per step. Leaves to others: values of
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rollout_service.envs.make import Env, check_reset, check_step, observation_leaves, spaces_from_gymnasium
+from rollout_service.envs.make import Env, check_reset, check_step, spaces_from_gymnasium
+from rollout_service.envs.protocol import Array, FinishedEpisode, Pulse, Silent, StepOutcome
+from rollout_service.envs.reading import Misfit, all_finite, fitted, observation_fields, short, success_of
 from rollout_service.errors import EnvFault, SpaceNotSupported
-from rollout_service.memory.schema import OBSERVATIONS
-from rollout_service.runspec import Leaf, SpaceKind, Spaces
+from rollout_service.runspec import AutoresetMode, Spaces
 
-Array = NDArray[Any]
-
-SUCCESS_KEYS: Final = ("success", "is_success")
-"""Keys of the last step's info that say whether an episode succeeded; the first one present counts."""
-
+__all__ = ["EnvBatch", "FinishedEpisode", "Pulse", "Silent", "StepOutcome"]
 
 _LARGEST_REWARD: Final = float(np.finfo(np.float32).max)
-
-
-class Pulse(Protocol):
-    """Signs of life for a watcher in another thread: plain attributes, written here only."""
-
-    progress: int
-    phase: str
-
-
-@dataclass
-class Silent:
-    """A pulse that nobody watches."""
-
-    progress: int = 0
-    phase: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedEpisode:
-    """One episode that ran to its end, from real transitions only. `total_reward` is raw."""
-
-    env: int
-    """Global index."""
-    total_reward: float
-    length: int
-    success: bool | None
-    """What the env's last info said; None if it said nothing."""
-    truncated: bool
-
-
-@dataclass
-class StepOutcome:
-    """What one step of all E envs brought, besides the observations. Reused by the next step."""
-
-    rewards: NDArray[np.float32]
-    """[E]"""
-    terminated: NDArray[np.bool_]
-    """[E]"""
-    truncated: NDArray[np.bool_]
-    """[E]"""
-    final_observations: dict[str, Array]
-    """[E, *shape] per observation field; a row is meaningful only for the envs in `truncated_envs`."""
-    ended_envs: list[int] = field(default_factory=list)
-    """Rows whose episode ended in this step, ascending."""
-    truncated_envs: list[int] = field(default_factory=list)
-    """Those of them that were truncated and not terminated: they need V(final observation)."""
-    episodes: list[FinishedEpisode] = field(default_factory=list)
-    """Episodes that ended in this step, in the order of `ended_envs`."""
 
 
 class EnvBatch:
@@ -107,24 +53,20 @@ class EnvBatch:
             if found != spaces:
                 raise SpaceNotSupported(f"env {name!r} has the spaces {found}, the run has {spaces}; start all alike")
         self.pulse: Pulse = pulse or Silent()
+        self.spaces = spaces
+        self.autoreset: Final = AutoresetMode.ACTOR
+        self.fillers: Sequence[int] = ()
         self.env_ids = env_ids
         self._envs = tuple(envs)
         self._steps = tuple(env.step for env in envs)
         self._seeds: tuple[int, ...] | None = tuple(seeds)
         self._name = name
         self._actor_id = actor_id
-        self._leaves = [
-            (OBSERVATIONS + leaf.path, keys, leaf, np.dtype(leaf.dtype))
-            for keys, leaf in observation_leaves(envs[0].observation_space)
-        ]
-        self._float_fields = [name for name, _, _, dtype in self._leaves if dtype.kind == "f"]
+        fields = observation_fields(envs[0].observation_space)
+        self._leaves = [(of.name, of.keys, of.leaf.shape, of.dtype, of) for of in fields]
+        self._float_fields = [of.name for of in fields if of.dtype.kind == "f"]
         count = len(envs)
-        self._outcome = StepOutcome(
-            rewards=np.zeros(count, np.float32),
-            terminated=np.zeros(count, np.bool_),
-            truncated=np.zeros(count, np.bool_),
-            final_observations={name: np.zeros((count, *leaf.shape), dtype) for name, _, leaf, dtype in self._leaves},
-        )
+        self._outcome = StepOutcome.of(count, {of.name: (of.leaf.shape, of.dtype) for of in fields})
         self._total_rewards = [0.0] * count
         self._clock = 0
         self._started = [0] * count
@@ -159,7 +101,8 @@ class EnvBatch:
         outcome = self._outcome
         rewards, totals, store, pulse = outcome.rewards, self._total_rewards, self._store, self.pulse
         if outcome.ended_envs:
-            outcome.ended_envs, outcome.truncated_envs, outcome.episodes = [], [], []
+            outcome.ended_envs = outcome.starting_envs = []
+            outcome.truncated_envs, outcome.episodes = [], []
             outcome.terminated[:] = outcome.truncated[:] = False
         self._clock += 1
         progress = pulse.progress
@@ -215,7 +158,7 @@ class EnvBatch:
                 env=self.env_ids[e],
                 total_reward=self._total_rewards[e],
                 length=self._clock - self._started[e],
-                success=_success(info),
+                success=success_of(info),
                 truncated=not terminated,
             )
         )
@@ -239,39 +182,14 @@ class EnvBatch:
 
     def _store(self, e: int, out: Mapping[str, Array], observation: Any, action: Any) -> None:
         """Copy one observation into row e of its fields."""
-        for name, keys, leaf, dtype in self._leaves:
-            value = observation
+        for name, keys, shape, dtype, of in self._leaves:
             try:
-                for key in keys:
-                    value = value[key]
-            except (KeyError, IndexError, TypeError):
-                raise EnvFault(
-                    f"{self._where(e, action)}: the observation has no {leaf.path}, its space says it has"
-                ) from None
-            if type(value) is not np.ndarray or value.dtype != dtype or value.shape != leaf.shape:
-                value = self._fitted(e, name, value, leaf, dtype, action)
+                value = of.pick(observation) if keys else observation
+                if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
+                    value = fitted(value, shape, of)
+            except Misfit as misfit:
+                raise EnvFault(f"{self._where(e, action)}: {misfit}") from None
             out[name][e] = value
-
-    def _fitted(self, e: int, name: str, value: Any, leaf: Leaf, dtype: np.dtype[Any], action: Any) -> Array:
-        """The value as an array of the field's dtype. Refuses other shapes and casts that change a number."""
-        given = np.asarray(value)
-        if given.shape != leaf.shape:
-            raise EnvFault(f"{self._where(e, action)}: {name} has shape {given.shape}, its space says {leaf.shape}")
-        if given.dtype.kind not in "fiub":
-            raise EnvFault(f"{self._where(e, action)}: {name} is of dtype {given.dtype}, its space says {leaf.dtype}")
-        with np.errstate(all="ignore"):
-            fitted = given.astype(dtype)
-        if dtype.kind != "f" and not np.array_equal(fitted, given):
-            wrong = given[fitted != given].flat[0]
-            raise EnvFault(
-                f"{self._where(e, action)}: {name} holds {wrong}, which {leaf.dtype} cannot; its space is wrong"
-            )
-        if leaf.kind is SpaceKind.DISCRETE and not leaf.start <= int(fitted) < leaf.start + (leaf.size or 0):
-            raise EnvFault(
-                f"{self._where(e, action)}: {name} is {fitted}, its space allows "
-                f"{leaf.start} to {leaf.start + (leaf.size or 0) - 1}"
-            )
-        return fitted
 
     def _scalar(self, e: int, what: str, value: Any, action: Any) -> float:
         """A reward as a float: any real number, or an array of one."""
@@ -291,42 +209,28 @@ class EnvBatch:
         """Raise EnvFault if an observation holds NaN or an infinity. One sum over all rows says that none does."""
         for name in self._float_fields:
             values = out[name]
-            if math.isfinite(np.add.reduce(values, axis=None)):
+            if all_finite(values):
                 continue
             for e in rows:
                 if not np.isfinite(values[e]).all():
                     action = None if actions is None else actions[e]
-                    raise EnvFault(f"{self._where(e, action)}: {name} is not finite: {_short(values[e])}")
+                    raise EnvFault(f"{self._where(e, action)}: {name} is not finite: {short(values[e])}")
 
     # --------------------------------------------------------------------------------------------------------- errors
 
     def _raised(self, call: str, e: int, error: Exception, action: Any) -> NoReturn:
         raise EnvFault(
-            f"{self._where(e, action)}: {call} raised {type(error).__name__}: {_short(error, 500)}"
+            f"{self._where(e, action)}: {call} raised {type(error).__name__}: {short(error, 500)}"
         ) from error
 
     def _refuse_step(self, e: int, result: object, action: Any) -> NoReturn:
         check_step(result, self._where(e, action))
-        raise EnvFault(f"{self._where(e, action)}: step returned {_short(result)}, expected a tuple of 5")
+        raise EnvFault(f"{self._where(e, action)}: step returned {short(result)}, expected a tuple of 5")
 
     def _who(self, e: int) -> str:
         of_actor = "" if self._actor_id is None else f" of actor {self._actor_id}"
         return f"env {e}{of_actor} ({self._name or 'env'}, global index {self.env_ids[e]})"
 
     def _where(self, e: int, action: Any) -> str:
-        last = "" if action is None else f", last action {_short(action)}"
+        last = "" if action is None else f", last action {short(action)}"
         return f"{self._who(e)}, step {self._clock - self._started[e]} of its episode{last}"
-
-
-def _success(info: Any) -> bool | None:
-    if isinstance(info, Mapping):
-        for key in SUCCESS_KEYS:
-            if key in info:
-                return bool(info[key])
-    return None
-
-
-def _short(value: object, limit: int = 80) -> str:
-    """One line of at most `limit` characters."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."

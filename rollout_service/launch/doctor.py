@@ -1,0 +1,393 @@
+"""What this machine offers a run, and what would stop one: `rollout-service doctor`.
+
+    check      name, verdict (ok | warning | problem), what was found, what to do
+    exit code  1 if there is a problem, else 0; a warning is something a run survives
+
+Who calls: people, before their first run and after a strange one. Nothing is changed: a segment and a socket are made
+to see whether they can be, and removed. Torch is asked in a child process, with a deadline.
+What must never happen: a traceback because this machine lacks something; saying what is missing is what this is for.
+So modules that may be missing are imported inside a check, and a check that raises has found a problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from rollout_service.errors import RolloutServiceError
+from rollout_service.launch.cpu import CGROUP_MEMBERSHIP, CGROUP_ROOT, usable_cores
+
+DISTRIBUTION: Final = "rollout-service"
+LIBRARIES: Final = ("numpy", "torch", "gymnasium")
+UNIX_MODULES: Final = ("fcntl", "resource", "_posixshmem", "pwd")
+SMALL_SHARED_MEMORY: Final = 256 << 20
+"""Vector observations need a few MiB, images hundreds; Docker's default is 64 MiB."""
+MEMORY_OF_A_ROLE: Final = 350 << 20
+"""What an actor or a learner takes on the CPU besides its envs: torch, mostly."""
+DESCRIPTORS_OF_A_RUN: Final = 64
+"""Files, sockets and pipes of the service itself, with some to spare."""
+DESCRIPTORS_OF_AN_ACTOR: Final = 4
+"""Two connections, and log file and pipe for a moment while it starts."""
+TORCH_DEADLINE_S: Final = 60.0
+"""The first import from a cold disk takes a while."""
+GIB: Final = 2**30
+MIB: Final = 2**20
+
+TORCH_QUESTION: Final = """
+import json, torch
+devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+print(json.dumps({
+    "version": torch.__version__,
+    "threads": torch.get_num_threads(),
+    "cuda_build": torch.version.cuda,
+    "devices": [torch.cuda.get_device_name(index) for index in devices],
+}))
+"""
+
+
+class Verdict(StrEnum):
+    """What a check came to."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+Finding = tuple[Verdict, str, str]
+"""Verdict, what was found, what to do."""
+COLOURS: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. `remedy` is empty where nothing need be done."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def main(words: Sequence[str]) -> int:
+    """The command: examines, prints, returns the exit code."""
+    parser = argparse.ArgumentParser(prog=f"{DISTRIBUTION} doctor", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help='print one line of JSON: {"verdict": ..., "checks": [...]}')
+    chosen = parser.parse_args(words)
+    checks = examine()
+    if chosen.json:
+        fields = {"verdict": worst(checks), "checks": [asdict(check) for check in checks]}
+        print(json.dumps(fields), flush=True)
+    else:
+        show(checks, sys.stdout)
+    return int(worst(checks) is Verdict.PROBLEM)
+
+
+def examine() -> list[Check]:
+    """Every check, in the order in which a run would stumble."""
+    return [_guarded(name, check) for name, check in CHECKS.items()]
+
+
+def worst(checks: Iterable[Check]) -> Verdict:
+    """The gravest verdict."""
+    return max((check.verdict for check in checks), key=list(Verdict).index, default=Verdict.OK)
+
+
+def show(checks: Sequence[Check], stream: TextIO) -> None:
+    """A table on a terminal, plain lines anywhere else."""
+    if not stream.isatty():
+        print("\n".join(plain_lines(checks)), file=stream)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "verdict", "found", "what to do")
+    for check in checks:
+        verdict = Text(check.verdict.value, style=COLOURS[check.verdict])
+        table.add_row(check.name, verdict, Text(check.found), Text(check.remedy))
+    Console(file=stream).print(table)
+
+
+def plain_lines(checks: Sequence[Check]) -> list[str]:
+    """One line per check, and one more under those that ask for something."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{check.verdict.value:<7}  {check.name:<{width}}  {check.found}")
+        if check.remedy:
+            lines.append(f"{'':<7}  {'':<{width}}  -> {check.remedy}")
+    return lines
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Check:
+    try:
+        return Check(name, *check())
+    except RolloutServiceError as error:
+        return Check(name, Verdict.PROBLEM, str(error))
+    except (ImportError, AttributeError) as error:
+        return Check(name, Verdict.PROBLEM, f"cannot be looked at here: {error}", "run on Linux")
+    except Exception as error:
+        return Check(name, Verdict.PROBLEM, f"cannot be looked at: {type(error).__name__}: {error}")
+
+
+# What runs here
+
+
+def check_platform() -> Finding:
+    from rollout_service.launch.prepare import NEEDED_MODULES
+
+    here = f"{platform.system()} {platform.release()} {platform.machine()}"
+    missing = [name for name in UNIX_MODULES if not _importable(name)]
+    found = f"{here}, without the modules {', '.join(missing)}" if missing else here
+    if not sys.platform.startswith("linux") or set(missing) & set(NEEDED_MODULES):
+        return Verdict.PROBLEM, found, "runs need Linux, for POSIX shared memory and file locks; a container will do"
+    return Verdict.OK, found, ""
+
+
+def check_libraries() -> Finding:
+    versions = {name: _version(name) for name in LIBRARIES}
+    found = ", ".join([f"python {platform.python_version()}", *(f"{name} {versions[name]}" for name in LIBRARIES)])
+    least = _least_versions()
+    unfit = [
+        f"{name}>={least.get(name, '0')}"
+        for name, version in versions.items()
+        if version is None or _numbers(version) < _numbers(least.get(name, "0"))
+    ]
+    if unfit:
+        return Verdict.PROBLEM, found, f"pip install {' '.join(repr(each) for each in unfit)}"
+    return Verdict.OK, found, ""
+
+
+def check_torch() -> Finding:
+    """In a child: torch takes seconds to import, and hundreds of MiB that this process has no use for."""
+    facts = ask_torch()
+    cores = usable_cores().count
+    threads = f"{facts['threads']} threads"
+    if not facts["devices"]:
+        found = f"{facts['version']}, {threads}, no CUDA device: the learner computes on the CPU"
+        if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
+            build = f"for CUDA {facts['cuda_build']}" if facts["cuda_build"] else "for the CPU only"
+            return (
+                Verdict.WARNING,
+                f"{found}, though a driver is here; this build is {build}",
+                (
+                    "install a CUDA build of torch that the driver supports; in a container, hand the GPU in (--gpus all)"
+                ),
+            )
+    else:
+        found = f"{facts['version']}, {threads}, CUDA {facts['cuda_build']}: {', '.join(facts['devices'])}"
+    if facts["threads"] > cores:
+        return (
+            Verdict.WARNING,
+            f"{found}; more threads than the {cores} usable cores",
+            (f"set OMP_NUM_THREADS={cores} for programs of your own; runs choose theirs (learner_threads)"),
+        )
+    return Verdict.OK, found, ""
+
+
+def ask_torch() -> dict[str, Any]:
+    """What torch says of itself. Raises RolloutServiceError with its last word if it cannot be imported."""
+    command = [sys.executable, "-P", "-c", TORCH_QUESTION]
+    try:
+        asked = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TORCH_DEADLINE_S, check=False
+        )
+        facts: dict[str, Any] = json.loads(asked.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        raise RolloutServiceError(f"torch could not be imported within {TORCH_DEADLINE_S:g} s") from None
+    except (IndexError, ValueError):
+        words = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise RolloutServiceError(f"torch cannot be imported: {words[-1]}") from None
+    return facts
+
+
+# What a run uses up
+
+
+def check_cores() -> Finding:
+    usable = usable_cores()
+    found = f"{usable.count} usable of {os.cpu_count()}: {usable.reason}; num_actors auto is {usable.count}"
+    if usable.count == 1:
+        return Verdict.WARNING, found, "actors and learner will take turns on one core; give this process more of them"
+    return Verdict.OK, found, ""
+
+
+def check_memory() -> Finding:
+    import psutil
+
+    from rollout_service.memory.room import available_memory
+
+    total, left = psutil.virtual_memory().total, available_memory()
+    limit = memory_limit()
+    limited = f"the cgroup's limit is {limit / GIB:.1f} GiB" if limit is not None and limit < total else "no limit"
+    found = f"{left / GIB:.1f} GiB left of {total / GIB:.1f} GiB, {limited}"
+    roles = usable_cores().count + 1
+    if left < roles * MEMORY_OF_A_ROLE:
+        return (
+            Verdict.WARNING,
+            found,
+            (
+                f"{roles - 1} actors and a learner take about {roles * MEMORY_OF_A_ROLE / GIB:.1f} GiB besides their envs; "
+                "lower num_actors or raise the limit"
+            ),
+        )
+    return Verdict.OK, found, ""
+
+
+def memory_limit(*, root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> int | None:
+    """Bytes that the strictest memory cgroup (v1 or v2) from this process up to `root` allows, or None."""
+    places = [(root, "/", "memory.max"), (root / "memory", "/", "memory.limit_in_bytes")]
+    try:
+        for line in membership.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                places.append((root, group, "memory.max"))
+            elif "memory" in controllers.split(","):
+                places.append((root / "memory", group, "memory.limit_in_bytes"))
+    except (OSError, ValueError):
+        pass
+    limits = []
+    for base, group, name in places:
+        here = base / group.strip("/")
+        for directory in (here, *here.parents):
+            if directory.is_relative_to(base) and (text := _text(directory / name)).isdigit():
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def check_shared_memory() -> Finding:
+    from rollout_service.memory.room import SHARED_MEMORY
+    from rollout_service.memory.segment import Segment
+
+    remedy = "docker run --shm-size 1g, compose: shm_size"
+    if not SHARED_MEMORY.is_dir():
+        return Verdict.PROBLEM, f"{SHARED_MEMORY} is missing", "runs need Linux; in a sandbox, mount a tmpfs there"
+    try:
+        Segment.create(1, kind="doctor").close()
+    except PermissionError as error:
+        return (
+            Verdict.PROBLEM,
+            f"{SHARED_MEMORY}: no segment can be made: {error.strerror}",
+            "look at its mode and owner",
+        )
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    found = f"{SHARED_MEMORY}: {_size(usage.free)} free of {_size(usage.total)}; a segment could be made and locked"
+    if usage.free < SMALL_SHARED_MEMORY:
+        return Verdict.WARNING, found, f"enough for vectors, not for images; enlarge it ({remedy})"
+    return Verdict.OK, found, ""
+
+
+def check_locked_memory() -> Finding:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else _size(soft)
+    return Verdict.OK, f"{limit} may be locked (memlock); a run locks none itself", ""
+
+
+def check_descriptors() -> Finding:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return Verdict.OK, "no limit on open files", ""
+    fits = (soft - DESCRIPTORS_OF_A_RUN) // DESCRIPTORS_OF_AN_ACTOR
+    found = f"{soft} open files per process, room for about {max(0, fits)} actors"
+    if fits < usable_cores().count:
+        return Verdict.WARNING, found, f"ulimit -n 4096 (the hard limit is {hard})"
+    return Verdict.OK, found, ""
+
+
+def check_sockets() -> Finding:
+    from rollout_service.control.transport import MAX_ENDPOINT_BYTES, SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
+
+    root = socket_root()
+    endpoint = f"ipc://{root / (SOCKET_PREFIX + '0' * 12) / 'c'}"
+    remedy = f"set {SOCKET_DIR_VARIABLE} to a directory on a local disk"
+    with tempfile.TemporaryDirectory(prefix="rs-doctor-", dir=root) as directory:
+        try:
+            with socket.socket(socket.AF_UNIX) as trial:
+                trial.bind(str(Path(directory, "c")))
+        except OSError as error:
+            return Verdict.PROBLEM, f"{root} holds no sockets: {error.strerror or error}", remedy
+    length = len(os.fsencode(endpoint))
+    return Verdict.OK, f"in {root}, endpoints of {length} bytes of at most {MAX_ENDPOINT_BYTES}", ""
+
+
+def check_leftovers() -> Finding:
+    from rollout_service.launch.cleanup import clean_up, live_endpoints
+
+    alive = len(live_endpoints())
+    runs = f"{alive} run{'' if alive == 1 else 's'} of this user alive"
+    leftovers = clean_up(dry_run=True)
+    if leftovers:
+        return Verdict.WARNING, f"{'; '.join(leftovers.lines())}; {runs}", f"{DISTRIBUTION} clean"
+    return Verdict.OK, f"none of dead runs; {runs}", ""
+
+
+CHECKS: Final[dict[str, Callable[[], Finding]]] = {
+    "platform": check_platform,
+    "libraries": check_libraries,
+    "torch": check_torch,
+    "cores": check_cores,
+    "memory": check_memory,
+    "shared memory": check_shared_memory,
+    "locked memory": check_locked_memory,
+    "open files": check_descriptors,
+    "sockets": check_sockets,
+    "leftovers": check_leftovers,
+}
+
+
+def _importable(name: str) -> bool:
+    try:
+        import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _least_versions() -> dict[str, str]:
+    """What this distribution asks for, as installed; {} in a checkout that is not installed."""
+    try:
+        wanted = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    return {found[1]: found[2] for each in wanted if (found := re.match(r"([\w-]+)>=([\d.]+)", each))}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
