@@ -1,9 +1,12 @@
-"""`python -m learner --connect ENDPOINT --run-dir DIR [--resume]`: the learner's process.
+"""`python -m learner --connect ENDPOINT [--run-dir DIR] [--resume]`: the learner's process, a child or started by hand.
 
-What it does is in `learner/session.py`; here are its ties to the outside. SIGINT is left to the parent: Ctrl-C
+What it does is in `learner/session.py`; here are its ties to the outside. A child leaves SIGINT to its parent: Ctrl-C
 reaches every process of a terminal at once, and the parent says STOP. SIGTERM stops after the minibatch that is under
-way. What must never happen: an exit without a word. An error goes out as BYE with its traceback, and the exit code is
-1.
+way; before there is anything to save it ends the process. What must never happen: an exit without a word. An error
+goes out as BYE with its traceback.
+
+    exit code   0 told to leave   1 an error that may not come again, or the service was lost   2 wrong words
+                78 an error that comes again however often the learner is started (lifeline.EXIT_NOT_AGAIN)
 """
 
 from __future__ import annotations
@@ -11,57 +14,66 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rollout_service.control.client import Client
+from rollout_service.control.attendance import Attendance
 from rollout_service.control.messages import Hello, Role
-from rollout_service.errors import RolloutServiceError
-from rollout_service.lifeline import follow_parent, leave
+from rollout_service.errors import ConfigError, RatioLawBroken, SpaceNotSupported
+from rollout_service.lifeline import WAIT_S, begin, leave
 
 if TYPE_CHECKING:
-    from learner.session import LearnerSession
+    from rollout_service.control.client import Client
+    from rollout_service.control.messages import Welcome
 
-CONNECT_DEADLINE_S: Final = 30.0
-"""The service listens before it starts children; a learner started by hand may come first."""
+COME_AGAIN: Final = (ConfigError, SpaceNotSupported, RatioLawBroken)
+"""Errors that say that settings or data are wrong, and that a restored learner would meet again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m learner", description="The learner of one run.")
     parser.add_argument("--connect", required=True, metavar="ENDPOINT", help="where the service listens")
-    parser.add_argument("--run-dir", required=True, type=Path, help="where checkpoints go")
+    parser.add_argument("--run-dir", type=Path, help="where checkpoints go; default: where the service's run has them")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run directory")
+    parser.add_argument(
+        "--wait-for-service",
+        type=float,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"how long to look for a service that is not there yet (default: {WAIT_S:g})",
+    )
+    parser.add_argument(
+        "--reconnect",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to look for a service that was there and is lost, to begin anew with it (default: 0, leave)",
+    )
     chosen = parser.parse_args(arguments)
-    follow_parent(on_death=signal.SIGTERM)
-    client = Client(chosen.connect, Hello(role=Role.LEARNER, pid=os.getpid()), connect_deadline_s=CONNECT_DEADLINE_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: client.stop())
-    session: LearnerSession | None = None
-    try:
-        # Torch takes seconds to import: only after the ties to the parent are in place.
-        from learner.session import LearnerSession
-        from learner.staging import keep_freed_memory
+    by_hand = begin("learner", on_death=signal.SIGTERM)
+    # Torch takes seconds to import: only after the ties to the parent are in place. Until then SIGTERM has its default
+    # effect, at once: a stop must not wait for an import to end.
+    from learner.session import LearnerSession, take_seat
+    from learner.staging import keep_freed_memory
 
-        keep_freed_memory()
-        session = LearnerSession(client, client.connect(), chosen.run_dir)
-        session.prepare(chosen.resume)
-        session.run()
-        client.bye(client.stop_reason or "finished")
-        return 0
-    except Exception as error:
-        if session is None and client.stopping:
-            return 0
-        text = str(error) if isinstance(error, RolloutServiceError) else f"{type(error).__name__}: {error}"
-        print(f"learner: {text}", file=sys.stderr, flush=True)
-        client.bye(text, traceback.format_exc())
-        return 1
-    finally:
-        if session is not None:
-            session.close()
-        client.close()
+    keep_freed_memory()
+
+    def take_part(client: Client, welcome: Welcome) -> None:
+        with closing(LearnerSession(client, welcome, chosen.run_dir)) as session:
+            session.prepare(chosen.resume or session.goes_on)
+            session.run()
+
+    attendance = Attendance(
+        chosen.connect,
+        Hello(role=Role.LEARNER, pid=os.getpid()),
+        by_hand,
+        wait_s=chosen.wait_for_service,
+        reconnect_s=chosen.reconnect,
+        not_again=COME_AGAIN,
+    )
+    return attendance.attend(take_part, take_seat)
 
 
 if __name__ == "__main__":

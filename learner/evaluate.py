@@ -19,10 +19,10 @@ import torch
 
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import POLICY_PREFIX
-from rollout_service.envs.make import make_env
+from rollout_service.envs.opening import open_envs
+from rollout_service.envs.protocol import EnvRows, FinishedEpisode
 from rollout_service.envs.seeding import Purpose, generator, reset_seed
-from rollout_service.envs.vector import EnvBatch, FinishedEpisode
-from rollout_service.errors import CheckpointError, ConfigError, EnvFault
+from rollout_service.errors import CheckpointError, ConfigError, EnvFault, SpaceNotSupported
 from rollout_service.memory.schema import OBSERVATIONS
 from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import RunSpec
@@ -101,13 +101,11 @@ def load_policy(spec: RunSpec, arrays: Mapping[str, np.ndarray]) -> ActorCritic:
 def play(policy: ActorCritic, spec: RunSpec, quota: list[int], *, argmax: bool, seed: int) -> list[FinishedEpisode]:
     """Plays quota[e] episodes in env e, all envs side by side; returns them in the order in which they ended."""
     rows = range(len(quota))
-    envs = EnvBatch(
-        [make_env(spec.env, spec.env_kwargs) for _ in rows],
-        spec.spaces,
-        env_ids=rows,
-        seeds=[reset_seed(seed, Purpose.EVALUATION_ENV, env) for env in rows],
-        name=spec.env,
-    )
+    seeds = [reset_seed(seed, Purpose.EVALUATION_ENV, env) for env in rows]
+    envs = open_envs(spec.env, spec.env_kwargs, spec.vectorize, env_ids=rows, seeds=seeds)
+    if envs.spaces != spec.spaces:
+        envs.close()
+        raise SpaceNotSupported(f"env {spec.env!r} has {envs.spaces}, the checkpoint's policy is for {spec.spaces}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a few rows per call: more threads only wait for each other
     try:
@@ -136,7 +134,7 @@ class ActionNoise:
 
 
 def _play(
-    policy: ActorCritic, spec: RunSpec, envs: EnvBatch, quota: list[int], noise: ActionNoise | None
+    policy: ActorCritic, spec: RunSpec, envs: EnvRows, quota: list[int], noise: ActionNoise | None
 ) -> list[FinishedEpisode]:
     left = list(quota)
     last_end = [0] * len(left)
@@ -156,11 +154,12 @@ def _play(
             clock += 1
             for row, episode in zip(outcome.ended_envs, outcome.episodes, strict=True):
                 last_end[row] = clock
-                for array in state.values():
-                    array[row] = 0.0
                 if left[row] > 0:
                     left[row] -= 1
                     finished.append(episode)
+            for row in outcome.starting_envs:
+                for array in state.values():
+                    array[row] = 0.0
             if clock - min(last_end) >= LONGEST_EPISODE:
                 raise EnvFault(
                     f"env {spec.env!r}: no end of an episode within {LONGEST_EPISODE} steps; give the env a time limit"

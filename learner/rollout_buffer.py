@@ -163,6 +163,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         final_cell: ArrayLike | None = None,
         *,
         into: RecurrentRolloutBuffer | None = None,
+        where: ArrayLike = True,
     ) -> None:
         """Seed row 0 and the carry flag of the next rollout, per env.
 
@@ -171,6 +172,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         final_hidden, final_cell: float [N, L, H] ([N, H] with L = 1), the state exiting that row.
         into: the buffer over the next rollout's FREE slots; this one then stays readable. Without it (standalone only)
         the arrays of this rollout are written, and batches are refused until the next rollout begins.
+        where: bool, or bool [N], or one per slot: rows of the next rollout that may be written; others stay.
         Raises OutOfRange, ShapeError, OutOfOrder, IncompleteRollout.
         """
         last = self._per_env("last_step", last_step, low=-1, high=self._num_steps - 1)
@@ -178,6 +180,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         final = state_cells(self._state_shapes(), given, self._num_envs, single=False)
         target = self._seed_target(into)
         played = last >= 0
+        ours = self._per_env("where", np.asarray(where, np.bool_).astype(np.int64), low=0, high=1).astype(np.bool_)
         self._require_rows(last + 1, only_last=True)
         envs, row = np.arange(self._num_envs), np.maximum(last, 0)
         mine = self._arrays
@@ -189,8 +192,9 @@ class RecurrentRolloutBuffer(RolloutViews):
         entering, carry = warm_start(ended_last, final)
         theirs = target._arrays
         for name, rows in entering.items():
-            theirs[name][:, 0] = np.where(played[:, None, None], rows, mine[name][:, 0])
-        theirs[CARRY][:] = np.where(played, carry, mine[CARRY])
+            seed = np.where(played[:, None, None], rows, mine[name][:, 0])
+            theirs[name][ours, 0] = seed[ours]
+        theirs[CARRY][ours] = np.where(played, carry, mine[CARRY])[ours]
         if self._cells is not None:
             for name, array in final.items():
                 mine[FINAL_PREFIX + name][played] = array[played]

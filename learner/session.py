@@ -2,14 +2,16 @@
 
     HELLO -> WELCOME (RunSpec, settings, segments, counters)
     attach, build, restore        with resume the newest usable checkpoint, else checkpoint 0 is written
-    publish version v+1 -> READY
+    publish the version above every earlier one -> READY
     BATCH -> update -> weights of the next version -> PUBLISH, over and over
     STOP, SIGTERM or a silent service -> checkpoint of the last whole update -> BYE
 
 Writers: this process writes the weights segment, its slots' products and seeds, and the run's checkpoints. A stop
-inside an update is noticed before the next minibatch; that update leaves no trace. What must never happen: a
-checkpoint of a half-done update, or weights published under a version that was used before. Signals and exit codes
-are left to `learner.__main__`.
+inside an update is noticed before the next minibatch; that update leaves no trace. A learner that was killed, at
+whatever moment, is followed by one with `resume`: it trusts the newest checkpoint and nothing else of its
+predecessor's. What must never happen: a checkpoint of a half-done update, or weights published under a version that
+was used before, also one that was published and never announced. Signals and exit codes are left to
+`learner.__main__`.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.staging import thread_count
 from learner.trainer import Outcome, Trainer
 from rollout_service import checkpoint as checkpoints
+from rollout_service.checkpoint import Checkpoint
 from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.client import Client
 from rollout_service.control.messages import Batch, Publish, Ready, Stop, Welcome
-from rollout_service.errors import ProtocolError
+from rollout_service.errors import CheckpointError, ConfigError, ProtocolError
+from rollout_service.memory.presence import LEARNER, Presence
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.runspec import NUM_BANKS, RunSpec, StateStrategy
@@ -39,11 +43,12 @@ RECEIVE_S: Final = 0.5
 class LearnerSession:
     """The learner's side of one run: attached memory, trainer, and the version that was published last."""
 
-    def __init__(self, client: Client, welcome: Welcome, run_dir: Path) -> None:
+    def __init__(self, client: Client, welcome: Welcome, run_dir: Path | None = None) -> None:
+        """run_dir: where this process finds the run's directory; by default where the service has it."""
         self.client = client
-        self.run_dir = run_dir
         self.spec = RunSpec.from_json(welcome.run_spec)
         self.config = TrainConfig.model_validate_json(welcome.config)
+        self.run_dir = _required(run_dir or self.config.run_dir)
         torch.set_num_threads(thread_count(self.config, self.spec.num_envs))
         total = check_fits_one_rollout(self.config, self.spec.num_actors)
         self.trainer = Trainer(self.config, self.spec, total_updates=total)
@@ -51,19 +56,22 @@ class LearnerSession:
         self.weights = WeightsMemory.attach(welcome.weights_segment)
         self.banks = [RecurrentRolloutBuffer.over(self.memory, self.spec.bank(bank)) for bank in range(NUM_BANKS)]
         self.version = welcome.version
+        self.goes_on = run_dir is None or self.config.resume or welcome.version > 0
+        """Checkpoints in run_dir are of this very run: the service puts those of an earlier one aside."""
         self.saved_update = -1
 
     def prepare(self, resume: bool) -> None:
         """Restores or writes checkpoint 0, publishes the first weights, says READY."""
         self.client.pulse.phase = "preparing"
-        found = checkpoints.newest(self.run_dir) if resume else checkpoints.Found(None)
-        for warning in found.warnings():
-            print(f"learner: {warning}", file=sys.stderr, flush=True)
-        if found.checkpoint is not None:
-            self.trainer.restore(found.checkpoint)
+        found = self._newest_checkpoint() if resume else None
+        saved_version = 0
+        if found is not None:
+            self.trainer.restore(found)
             self.saved_update = self.trainer.updates_done
-        self.version += 1
-        if found.checkpoint is None:
+            saved_version = found.manifest.version
+        # The segment knows of weights whose PUBLISH was never sent, the checkpoint of those of an earlier run.
+        self.version = max(self.version, self.weights.newest_version(), saved_version) + 1
+        if found is None:
             self.checkpoint()
         self.weights.publish(self.version, self.trainer.weights())
         self.client.send(
@@ -73,6 +81,18 @@ class LearnerSession:
                 env_steps_done=self.trainer.env_steps_done,
             )
         )
+
+    def _newest_checkpoint(self) -> Checkpoint | None:
+        """What to go on from; None if none was ever written. Raises CheckpointError if all there are are damaged."""
+        found = checkpoints.newest(self.run_dir)
+        for warning in found.warnings():
+            print(f"learner: {warning}", file=sys.stderr, flush=True)
+        if found.checkpoint is None and found.damaged:
+            raise CheckpointError(
+                f"no usable checkpoint is left in {self.run_dir}; bring back a copy of one, or start a new run_dir"
+            )
+        checkpoints.set_aside(found.damaged)
+        return found.checkpoint
 
     def run(self) -> None:
         """Serves batches until a stop."""
@@ -98,6 +118,7 @@ class LearnerSession:
             self.banks[batch.bank],
             valid_steps=batch.valid_steps,
             seed_into=self.banks[other],
+            seed_where=[slot not in batch.withheld for slot in self.spec.bank(other)],
             update=batch.update,
             env_steps=batch.env_steps,
             should_stop=self._between_minibatches,
@@ -139,3 +160,14 @@ class LearnerSession:
     def _between_minibatches(self) -> bool:
         self.client.pulse.progress += 1
         return bool(self.client.stopping)
+
+
+def take_seat(welcome: Welcome) -> Presence:
+    """The sign of life of the run's learner; also the first look at the run's memory, before anything is built."""
+    return Presence(welcome.rollout_segment, LEARNER)
+
+
+def _required(run_dir: Path | None) -> Path:
+    if run_dir is None:
+        raise ConfigError("the service names no run directory; say where checkpoints go: --run-dir DIR")
+    return run_dir

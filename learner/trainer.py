@@ -29,6 +29,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from learner.dump import write_batch
 from learner.ppo import PpoSettings, explained_variance, masked_mean, normalize_advantages, ppo_loss
 from learner.return_normalizer import ReturnNormalizer
 from learner.rollout_buffer import RecurrentRolloutBuffer
@@ -98,7 +99,7 @@ class Trainer:
     """Policy, optimiser, schedule and statistics of one run. Callers read its attributes and write none."""
 
     def __init__(self, config: TrainConfig, spec: RunSpec, *, total_updates: int) -> None:
-        """Raises ConfigError if the device is missing. total_updates: length of the learning rate's schedule."""
+        """Raises ConfigError if the device is missing. total_updates: full rollouts that the run has steps for."""
         self.config = config
         self.spec = spec
         self.total_updates = total_updates
@@ -122,19 +123,28 @@ class Trainer:
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
         self._shuffle = generator(spec.seed, Purpose.MINIBATCH)
+        self._dump_to = config.dump_batch
         self._returns = ReturnNormalizer(spec.num_envs, config.gamma) if config.normalize_returns else None
         self._settings = PpoSettings.from_config(config)
         self._ratio_limit = RATIO_LIMIT_CUDA if self.device.type == "cuda" else RATIO_LIMIT_CPU
 
-    def learning_rate(self, update: int) -> float:
-        """The step size of update 1..total_updates; linear in the share of updates that lie behind it."""
+    def learning_rate(self, env_steps: int) -> float:
+        """The step size of the update that has so many env steps behind it; linear in their share of all.
+
+        With full rollouts that is the share of updates; with partial ones, as with fillers, a run has more of them.
+        """
         start = self.config.learning_rate
         match self.config.learning_rate_schedule:
             case Schedule.CONSTANT:
                 return start
             case Schedule.LINEAR:
-                behind = min(max((update - 1) / self.total_updates, 0.0), 1.0)
+                behind = min(max(env_steps / (self.total_updates * self.spec.steps_per_rollout), 0.0), 1.0)
                 return start * (1.0 - (1.0 - self.config.learning_rate_end_fraction) * behind)
+
+    @property
+    def finished(self) -> bool:
+        """No further whole rollout fits into the run."""
+        return self.spec.rollouts_that_fit(self.env_steps_done, self.total_updates) == 0
 
     def update(
         self,
@@ -142,6 +152,7 @@ class Trainer:
         *,
         valid_steps: ArrayLike,
         seed_into: RecurrentRolloutBuffer | None,
+        seed_where: ArrayLike = True,
         update: int,
         env_steps: int | None = None,
         should_stop: Callable[[], bool] | None = None,
@@ -149,38 +160,43 @@ class Trainer:
         """One update.
 
         valid_steps: K, per slot (int [A]) or per env (int [N]).
-        seed_into: the next rollout's FREE slots; None for the same arrays of a standalone buffer.
-        env_steps: total behind this update, for the counters; by default K is added up.
+        seed_into: the next rollout's slots; None for the same arrays of a standalone buffer.
+        seed_where: which of them are FREE: bool, or per slot or env.
+        env_steps: total behind this update, for the counters; by default the valid rows are added up.
         should_stop is asked before every minibatch; True gives the trainer back as it was.
         Raises RatioLawBroken if the self-check fails, RunFailed if a gradient is not finite.
         """
         counts = self._per_env(valid_steps)
         before = self.capture() if should_stop is not None else None
         split = TimeSplit()
+        rate = self.learning_rate(self.env_steps_done)
         scale = self._reward_scale(rollout, counts)
         batch = self._estimate(rollout, counts, scale, split) if counts.any() else None
         with split.phase("seed"):
             if self.spec.state_strategy is StateStrategy.STORED:
-                rollout.seed_warm_start(counts - 1, *rollout.final_state().values(), into=seed_into)
+                final = rollout.final_state().values()
+                rollout.seed_warm_start(counts - 1, *final, into=seed_into, where=seed_where)
+        steps_done = env_steps if env_steps is not None else self.env_steps_done + int(live_rows(rollout, counts).sum())
         if batch is None or not bool(batch.valid.any()):
-            self._count(update, counts, env_steps)
+            self._count(update, steps_done)
             self.updates_skipped += 1
-            return UpdateReport(update, Outcome.SKIPPED, self._totals(update, scale), split.seconds)
+            return UpdateReport(update, Outcome.SKIPPED, self._totals(rate, scale), split.seconds)
         metrics = _describe(batch)
+        self._dump(batch, update)
         if self.config.normalize_advantages:
             batch = normalize_advantages(batch)
         if self.config.self_check and (update - 1) % self.config.self_check == 0:
             with split.phase("self_check"):
                 metrics["self_check_deviation"] = self.check_ratio_law(batch)
         with split.phase("update"):
-            outcome, figures = self._epochs(batch, self.learning_rate(update), should_stop)
+            outcome, figures = self._epochs(batch, rate, should_stop)
         if outcome is Outcome.ABANDONED and before is not None:
             self.load(before)
             return UpdateReport(update, outcome, {}, split.seconds)
         with split.phase("normalize"):
             self.policy.update_normalizer(batch.obs_seq, batch.valid)
-        self._count(update, counts, env_steps)
-        return UpdateReport(update, outcome, {**metrics, **figures, **self._totals(update, scale)}, split.seconds)
+        self._count(update, steps_done)
+        return UpdateReport(update, outcome, {**metrics, **figures, **self._totals(rate, scale)}, split.seconds)
 
     def _estimate(
         self, rollout: RecurrentRolloutBuffer, counts: np.ndarray, scale: float, split: TimeSplit
@@ -198,6 +214,12 @@ class Trainer:
             )
         with split.phase("batch"):
             return rollout.to_training_batch(self.device)
+
+    def _dump(self, batch: SequenceBatch, update: int) -> None:
+        """The batch that was asked for goes to its file, once."""
+        if self._dump_to is not None and self.config.dump_batch_update in (None, update):
+            write_batch(batch, self._dump_to, update=update, env=self.spec.env)
+            self._dump_to = None
 
     def check_ratio_law(self, batch: SequenceBatch) -> float:
         """Largest |ratio - 1| over all minibatches. Raises RatioLawBroken with the worst row's env, step and ratio."""
@@ -265,7 +287,7 @@ class Trainer:
         if self._returns is None:
             return self.config.reward_scale
         rewards = rollout.rewards().T
-        valid = rollout.valid().T.astype(bool) & (np.arange(rewards.shape[1]) < counts[:, None])
+        valid = live_rows(rollout, counts)
         ends = ended(rollout.terminated().T, rollout.truncated().T, valid)
         self._returns.update(rewards, ends, valid, rollout.episode_start_carry())
         return self.config.reward_scale * self._returns.scale
@@ -281,13 +303,12 @@ class Trainer:
             )
         return counts
 
-    def _count(self, update: int, counts: np.ndarray, env_steps: int | None) -> None:
-        self.updates_done = update
-        self.env_steps_done = self.env_steps_done + int(counts.sum()) if env_steps is None else env_steps
+    def _count(self, update: int, env_steps: int) -> None:
+        self.updates_done, self.env_steps_done = update, env_steps
 
-    def _totals(self, update: int, scale: float) -> dict[str, float]:
+    def _totals(self, learning_rate: float, scale: float) -> dict[str, float]:
         return {
-            "learning_rate": self.learning_rate(update),
+            "learning_rate": learning_rate,
             "reward_scale": scale,
             "updates_skipped": float(self.updates_skipped),
         }
@@ -363,6 +384,13 @@ class Trainer:
         self.updates_done = checkpoint.manifest.update
         self.env_steps_done = checkpoint.manifest.env_steps
         self.updates_skipped = checkpoint.manifest.counters.get("updates_skipped", 0)
+
+
+def live_rows(rollout: RecurrentRolloutBuffer, counts: np.ndarray) -> np.ndarray:
+    """bool [N, T]: the first K rows of each env, without those that are not valid (autoreset fillers)."""
+    valid = rollout.valid().T
+    live: np.ndarray = valid & (np.arange(valid.shape[1]) < counts[:, None])
+    return live
 
 
 def _deviations(evaluation: SequenceEvaluation, minibatch: SequenceBatch) -> Tensor:

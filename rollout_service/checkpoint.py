@@ -5,6 +5,7 @@
             arrays.safetensors      every array by name
             manifest.json           format, counters, configuration, sha256 of the arrays
         .writing-<token>/           a save that is under way, or that was killed
+        damaged-<token>-<name>/     one that did not verify when a learner went on from the one before
 
 Writers: the learner of the run, one at a time. Readers: a restored learner, `eval`, the service (counters only).
 A save fills a directory beside its final place, flushes files and directory to the disk and renames: a reader, and a
@@ -20,7 +21,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -41,6 +42,7 @@ POLICY_PREFIX: Final = "policy/"
 """What the names of the policy's parameters and statistics begin with; an evaluation needs no others."""
 _PREFIX: Final = "checkpoint-"
 _WRITING: Final = ".writing-"
+_DAMAGED: Final = "damaged-"
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -240,6 +242,15 @@ def rotate(run_dir: Path, keep: int) -> list[Path]:
         else:
             shutil.rmtree(path, ignore_errors=True)
     return [*surplus, *unfinished]
+
+
+def set_aside(damaged: Iterable[Damaged]) -> None:
+    """Renames damaged checkpoints: they would count as the newest ones, and rotation would keep them for good ones.
+
+    For the writer of the run only. Nothing is deleted.
+    """
+    for each in damaged:
+        each.path.rename(each.path.with_name(f"{_DAMAGED}{secrets.token_hex(4)}-{each.path.name}"))
 
 
 def _write_flushed(path: Path, content: bytes) -> None:

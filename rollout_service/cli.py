@@ -1,4 +1,4 @@
-"""`rollout-service train | eval | status | clean | envs | bench`: words in, exit code out.
+"""`rollout-service train | serve | eval | status | clean | envs | bench | doctor`: words in, exit code out.
 
     exit code   0 as asked   1 the run failed   2 the words or the settings are wrong   130, 143 Ctrl-C, SIGTERM
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import argparse
 
     from rollout_service.config import TrainConfig
+    from rollout_service.launch.train import Outcome
 
 PROGRAM: Final = "rollout-service"
 EXIT_FAILED: Final = 1
@@ -66,6 +67,15 @@ def train(words: Sequence[str]) -> int:
 
     config = parse_train(words)
     return _train_serially(config) if config.serial else _train(config)
+
+
+def serve(words: Sequence[str]) -> int:
+    """Run the service alone, for a learner and actors that are started by hand."""
+    from rollout_service.launch.settings import parse_serve
+    from rollout_service.launch.train import serve as run
+
+    config, door = parse_serve(words)
+    return _show(run(config, door), config)
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -161,22 +171,36 @@ def bench(words: Sequence[str]) -> int:
     return run(words)
 
 
+def doctor(words: Sequence[str]) -> int:
+    """Look at this machine: what a run needs, what is missing, what dead runs left."""
+    from rollout_service.launch.doctor import main as run
+
+    return run(words)
+
+
 COMMANDS: Final[dict[str, Callable[[Sequence[str]], int]]] = {
     "train": train,
+    "serve": serve,
     "eval": evaluate,
     "status": status,
     "clean": clean,
     "envs": envs,
     "bench": bench,
+    "doctor": doctor,
 }
 
 
 def _train(config: TrainConfig) -> int:
-    from rollout_service.launch.supervisor import How
     from rollout_service.launch.train import train as run
+
+    return _show(run(config), config)
+
+
+def _show(outcome: Outcome, config: TrainConfig) -> int:
+    """Prints what came of a run; returns the exit code."""
+    from rollout_service.launch.supervisor import How
     from rollout_service.observe.progress import result_rows, result_table
 
-    outcome = run(config)
     ending = outcome.ending
     if ending.how is How.FAILED:
         _complain(ending.reason)

@@ -79,6 +79,22 @@ class TrainConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Root of every random stream."""
 
+    # Stragglers
+    preempt_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of the actors that must have committed before the others are asked to commit the steps they have; their
+    envs go on in the next rollout. 1: never. Below 1 a run is as fast as its faster actors, and no longer repeats bit
+    for bit."""
+    preempt_min_steps_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.25
+    """Share of num_steps that an actor has in any case before it stops early."""
+    min_actors: Positive | None = None
+    """Actors without whose rollouts a batch does not go, once its deadline has passed. Default: all."""
+    first_batch_deadline: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds for the first batch, process starts included; then it goes with min_actors, and the run stops if
+    nobody came. Default: none."""
+    batch_deadline: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds for every later batch, from the weights on; then it goes with min_actors, and what the others commit
+    later is dropped. Default: none."""
+
     # Policy
     core: Core = Core.LSTM
     """lstm, or none: the feed-forward comparison arm."""
@@ -154,14 +170,23 @@ class TrainConfig(BaseModel):
     """Updates between checkpoints."""
     checkpoints_kept: Positive = 3
     """Newest checkpoints kept on disk."""
+    silence_timeout: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds without a heartbeat after which the service and its roles take each other for dead."""
     step_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds an env.step or reset may take before its actor is replaced."""
+    learner_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without progress of a learner at work (one minibatch, one checkpoint) before it is replaced."""
     on_actor_failure: OnActorFailure = OnActorFailure.RESTART
     """restart: replace it within the budget. stop: end the run with the actor's traceback."""
     max_restarts: Annotated[int, Field(ge=0)] = 10
-    """Restarts allowed within restart_window over all actors; then the run stops with the last traceback."""
+    """Restarts allowed within restart_window over all actors, and as many of the learner, which goes on from its newest
+    checkpoint; then the run stops with the last traceback."""
     restart_window: Annotated[float, Field(gt=0)] = 300.0
     """Seconds over which restarts are counted."""
+    dump_batch: Path | None = None
+    """Write one batch to this file, to look at it (safetensors; the names are those of docs/semantics.md)."""
+    dump_batch_update: Positive | None = None
+    """The update whose batch that is. Default: the first one of this command."""
     tensorboard: bool = True
     """Write TensorBoard events beside the JSONL log."""
 
@@ -178,6 +203,15 @@ class TrainConfig(BaseModel):
             raise ValueError(
                 f"total_steps {self.total_steps} is less than one rollout of {least} "
                 "(num_actors x envs_per_actor x num_steps); raise total_steps or lower num_steps"
+            )
+        if self.min_actors is not None and self.batch_deadline is None and self.first_batch_deadline is None:
+            raise ValueError(
+                f"min_actors {self.min_actors} has no effect without a deadline; set batch_deadline (seconds), "
+                "first_batch_deadline, or both"
+            )
+        if self.min_actors is not None and isinstance(self.num_actors, int) and self.min_actors > self.num_actors:
+            raise ValueError(
+                f"min_actors {self.min_actors} is more than num_actors {self.num_actors}; no batch could ever go"
             )
         if self.resume and self.run_dir is None:
             raise ValueError("resume needs run_dir: the run to go on from")

@@ -26,12 +26,19 @@ from typing import Final, NoReturn
 
 PARENT_VARIABLE: Final = "ROLLOUT_SERVICE_PARENT"
 """Environment variable with the pid of the supervising process."""
+ROLE_VARIABLE: Final = "ROLLOUT_SERVICE_ROLE"
+"""Environment variable that says that a process is a role of a run, and which one."""
+WAIT_S: Final = 30.0
+"""How long a role looks for its service at the start: whoever is started by hand may come first."""
 GRACE_S: Final = 6.0
 """From the parent's death to the end of a child that did not leave by itself; children have to be gone within 10 s."""
 POLL_S: Final = 0.5
 """How often the parent is looked for where the kernel cannot tell of its death."""
 EXIT_ORPHANED: Final = 70
 """Exit code of a child that the watching thread had to end."""
+EXIT_NOT_AGAIN: Final = 78
+"""Exit code of a role that knows that starting it again cannot help: a setting is wrong, or a law of the data is
+broken. Any other code, and any signal, may be chance."""
 PR_SET_PDEATHSIG: Final = 1
 STACK_DUMP_SIGNAL: Final = getattr(signal, "SIGUSR1", signal.SIGTERM)
 """Makes a child write the stacks of all its threads to standard error. SIGTERM where there is no SIGUSR1."""
@@ -60,6 +67,23 @@ def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> 
         os.kill(os.getpid(), on_death)
     threading.Thread(target=_watch, args=(parent, grace_s), name="lifeline", daemon=True).start()
     return True
+
+
+def begin(role: str, on_death: signal.Signals = KILL) -> bool:
+    """A role's first step: `follow_parent`. Returns whether it was started by hand, and then belongs to a terminal."""
+    os.environ[ROLE_VARIABLE] = role
+    by_hand = not follow_parent(on_death)
+    if by_hand and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # Ctrl-C in the middle of an import ends the process, and prints nothing.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return by_hand
+
+
+def role_of_this_process() -> str | None:
+    """What this process is for a run, or what the one that started it is; None outside of any."""
+    if (role := os.environ.get(ROLE_VARIABLE)) is not None:
+        return role
+    return "child" if PARENT_VARIABLE in os.environ else None
 
 
 def leave(code: int) -> NoReturn:

@@ -153,6 +153,13 @@ class RunSpec(Frozen):
         """Rows of one full rollout over all actors, N * T: its env steps, unless the envs insert filler rows."""
         return self.num_envs * self.num_steps
 
+    def rollouts_that_fit(self, env_steps: int, total_updates: int) -> int:
+        """How many whole rollouts are still to come in a run of total_updates full ones, behind so many env steps.
+
+        At none it ends. Partial rollouts and filler rows leave steps for more updates than total_updates.
+        """
+        return max(0, total_updates * self.steps_per_rollout - env_steps) // self.steps_per_rollout
+
     def bank(self, index: int) -> range:
         """The adjacent slots of bank `index`; slot bank * A + a belongs to actor a."""
         return range(index * self.num_actors, (index + 1) * self.num_actors)

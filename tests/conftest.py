@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rollout_service.control.transport import SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
+from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
 from rollout_service.memory.segment import list_segments
 
 DEATH_DEADLINE_S = 5.0

@@ -210,3 +210,19 @@ def test_checkpoints_need_no_torch() -> None:
     code = "import sys, rollout_service.checkpoint; print('torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
+
+
+def test_damaged_ones_that_are_set_aside_are_neither_newest_nor_kept_for_good_ones(tmp_path: Path) -> None:
+    for update in (2, 4, 6):
+        save(tmp_path, update)
+    (checkpoints.listed(tmp_path)[-1] / ARRAYS_FILE).write_bytes(b"")
+    found = checkpoints.newest(tmp_path)
+    checkpoints.set_aside(found.damaged)
+    assert [path.name for path in checkpoints.listed(tmp_path)] == ["checkpoint-00000002", "checkpoint-00000004"]
+    assert checkpoints.newest(tmp_path).damaged == ()
+    save(tmp_path, 5)
+    checkpoints.rotate(tmp_path, 1)
+    assert [path.name for path in checkpoints.listed(tmp_path)] == ["checkpoint-00000005"]
+    (aside,) = checkpoints.checkpoint_root(tmp_path).glob("damaged-*")
+    assert aside.name.endswith("-checkpoint-00000006")
+    assert (aside / MANIFEST_FILE).exists()

@@ -115,7 +115,7 @@ def test_a_wrong_value_in_a_file_names_file_and_setting(tmp_path: Path):
 
 def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]):
     assert main(["trian"]) == 2
-    assert "train, eval, status, clean, envs" in capsys.readouterr().err
+    assert "train, serve, eval, status, clean, envs" in capsys.readouterr().err
 
 
 def test_envs_lists_tasks_and_presets(capsys: pytest.CaptureFixture[str]):

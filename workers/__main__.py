@@ -1,8 +1,9 @@
-"""`python -m workers --connect ENDPOINT [--actor N --incarnation K]`: one actor's process.
+"""`python -m workers --connect ENDPOINT`: one actor's process, a child of a run or started by hand.
 
 What it does is in `workers/session.py`; here are its ties to the outside. An actor computes on one thread and sees no
 GPU, and that has to stand in the environment before numpy and torch are imported: so nothing heavy is imported here.
-SIGINT is left to the parent: Ctrl-C reaches every process of a terminal at once, and the parent says STOP.
+Which place it takes is up to the service; a supervisor names it (`--actor N --incarnation K`). A child leaves SIGINT to
+its parent: Ctrl-C reaches every process of a terminal at once, and the parent says STOP.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from rollout_service.lifeline import follow_parent, leave
+from rollout_service.lifeline import WAIT_S, begin, leave
 
 QUIET_NEIGHBOUR: Final = {
     "OMP_NUM_THREADS": "1",
@@ -31,13 +32,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--incarnation", type=int, default=0, metavar="K", help="how often that place was filled before"
     )
+    parser.add_argument(
+        "--wait-for-service",
+        type=float,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"how long to look for a service that is not there yet (default: {WAIT_S:g})",
+    )
+    parser.add_argument(
+        "--reconnect",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to look for a service that was there and is lost, to begin anew with it (default: 0, leave)",
+    )
     chosen = parser.parse_args(arguments)
-    follow_parent()
+    by_hand = begin("actor")
     for name, value in QUIET_NEIGHBOUR.items():
         os.environ.setdefault(name, value)
+    from rollout_service.control.attendance import Attendance
+    from rollout_service.control.messages import Hello, Role
     from workers.session import run
 
-    return run(chosen.connect, chosen.actor, chosen.incarnation)
+    hello = Hello(role=Role.ACTOR, pid=os.getpid(), requested_actor=chosen.actor, incarnation=chosen.incarnation)
+    return run(Attendance(chosen.connect, hello, by_hand, wait_s=chosen.wait_for_service, reconnect_s=chosen.reconnect))
 
 
 if __name__ == "__main__":

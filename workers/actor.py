@@ -8,7 +8,6 @@ Leaves to others: when to fill what (service), how a step goes (collect.py).
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,15 +17,15 @@ from typing import Final
 import numpy as np
 
 from rollout_service.control.messages import Commit, Episode, Grant, Join, StartFrom
-from rollout_service.envs.make import make_env, spaces_from_gymnasium
+from rollout_service.envs.opening import open_envs
+from rollout_service.envs.protocol import Pulse, Silent
 from rollout_service.envs.seeding import Purpose, reset_seed
-from rollout_service.envs.vector import EnvBatch, Pulse, Silent
 from rollout_service.errors import HandshakeRefused, ProtocolError
 from rollout_service.memory.schema import OBSERVATIONS
 from rollout_service.memory.slots import RolloutMemory, SlotWriter
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.policy.actor_critic import ActorCritic
-from rollout_service.runspec import AutoresetMode, RunSpec
+from rollout_service.runspec import RunSpec
 from workers.collect import LiveState, collect
 from workers.inference import Inference
 from workers.noise import ActionNoise
@@ -50,13 +49,10 @@ class Actor:
         self._weights = weights
         self._env_ids = range(actor_id * count, (actor_id + 1) * count)
         seeds = self._env_seeds(update=0)
-        envs = []
-        for seed in seeds:
-            random.seed(seed)
-            np.random.seed(seed)
-            envs.append(make_env(spec.env, spec.env_kwargs))
-        self.spaces = spaces_from_gymnasium(envs[0].observation_space, envs[0].action_space)
-        self._envs = EnvBatch(envs, self.spaces, env_ids=self._env_ids, seeds=seeds, name=spec.env, actor_id=actor_id)
+        self._envs = open_envs(
+            spec.env, spec.env_kwargs, spec.vectorize, env_ids=self._env_ids, seeds=seeds, actor_id=actor_id
+        )
+        self.spaces = self._envs.spaces
         self._policy = ActorCritic(spec.spaces, spec.policy, seed=spec.seed).eval()
         self._noise = ActionNoise(
             self._policy.draw_noise,
@@ -87,19 +83,25 @@ class Actor:
         """What this actor's own env turned out to be, for the service to compare."""
         return Join(
             spaces=self.spaces,
-            autoreset=AutoresetMode.ACTOR,
+            autoreset=self._envs.autoreset,
             run_digest=self._spec.digest(),
             state_strategy=self._spec.state_strategy,
         )
 
-    def fill(self, grant: Grant, *, pulse: Pulse | None = None, preempted: Callable[[], bool] | None = None) -> Commit:
+    def fill(
+        self, grant: Grant, *, pulse: Pulse | None = None, preempted: Callable[[int], bool] | None = None
+    ) -> Commit:
         """Fill the granted slot and say what is in it.
 
-        preempted: asked after every step; True ends the lease early, with a partial rollout.
+        preempted: asked after every step, with the steps so far; True ends the lease early, with a partial rollout.
         Raises EnvFault if an env fails: the slot is then not closed, and this actor should not go on.
         """
         if self.spaces != self._spec.spaces:
             raise HandshakeRefused(f"this actor's env has {self.spaces}, the run has {self._spec.spaces}")
+        if self._envs.autoreset is not self._spec.autoreset:
+            raise HandshakeRefused(
+                f"this actor's envs have autoreset {self._envs.autoreset}, the run has {self._spec.autoreset}"
+            )
         self._envs.pulse = pulse or Silent()
         began = time.perf_counter()
         version = self._load_weights(grant.version)
@@ -121,11 +123,13 @@ class Actor:
         self._must_reset = grant.barrier_after
         reported = collected.episodes[-EPISODES_PER_COMMIT:]
         counters["episodes_not_reported"] = len(collected.episodes) - len(reported)
+        counters["truncations_without_final_obs"] = collected.blind_truncations
         return Commit(
             slot=grant.slot,
             epoch=grant.epoch,
             valid_steps=collected.valid_steps,
             version=version,
+            env_steps=collected.env_steps,
             episodes=tuple(Episode(**asdict(episode)) for episode in reported),
             seconds={"prepare": prepared - began, **collected.seconds},
             counters={name: count for name, count in counters.items() if count},

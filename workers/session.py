@@ -5,30 +5,31 @@
     GRANT -> fill the slot -> COMMIT, which asks for the next grant, over and over
     STOP, SIGTERM or a silent service -> BYE
 
-Writers: the slot of the lease in hand. What must never happen: an exit without a word (an error goes out as BYE with
-its traceback), a write after BYE. Leaves to others: lost and repeated messages (control/client.py).
+Writers: the slot of the lease in hand. What must never happen: a write after BYE. Leaves to others: lost and repeated
+messages (control/client.py), signals, errors and the last word (control/attendance.py).
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import traceback
+from collections.abc import Callable
+from contextlib import closing
 from typing import Final
 
 import torch
 
+from rollout_service.control.attendance import Attendance
 from rollout_service.control.client import Client
-from rollout_service.control.messages import Committed, Grant, Hello, Role, Stop, Welcome
-from rollout_service.errors import ProtocolError, RolloutServiceError
+from rollout_service.control.messages import Committed, Grant, Stop, Welcome
+from rollout_service.errors import ProtocolError
+from rollout_service.memory.presence import Presence, actor_seat
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.runspec import RunSpec
 from workers.actor import Actor
 
-CONNECT_DEADLINE_S: Final = 30.0
-"""The service listens before it starts children; an actor started by hand may come first."""
+ACTOR_VARIABLE: Final = "ROLLOUT_SERVICE_ACTOR"
+"""Environment variable in which an env finds the number of its actor: for a port, a display or a seat of its own."""
 RECEIVE_S: Final = 0.5
 """How long one wait for a message lasts, so that a stop flag set by a signal is seen soon."""
 
@@ -42,6 +43,7 @@ class ActorSession:
         spec = RunSpec.from_json(welcome.run_spec)
         self.client = client
         self.client.pulse.phase = "building envs"
+        os.environ[ACTOR_VARIABLE] = str(welcome.actor_id)
         self.memory = RolloutMemory.attach(welcome.rollout_segment)
         self.weights = WeightsMemory.attach(welcome.weights_segment)
         self.actor = Actor(spec, self.memory, self.weights, welcome.actor_id, welcome.incarnation)
@@ -54,7 +56,7 @@ class ActorSession:
             client.pulse.phase = "waiting"
             match client.receive(RECEIVE_S):
                 case Grant() as grant:
-                    commit = self.actor.fill(grant, pulse=client.pulse, preempted=lambda: client.stopping)
+                    commit = self.actor.fill(grant, pulse=client.pulse, preempted=self._enough(grant))
                     if not client.stopping:
                         client.send(commit)
                 case Stop():
@@ -64,32 +66,36 @@ class ActorSession:
                 case other:
                     raise ProtocolError(f"an actor was sent {type(other).__name__}; it expects Grant or Stop")
 
+    def _enough(self, grant: Grant) -> Callable[[int], bool]:
+        """Whether this lease ends after so many steps: the run stops, or the service asked for what there is."""
+        client = self.client
+
+        def enough(steps: int) -> bool:
+            asked = client.preempt
+            if asked is None or (asked.slot, asked.epoch) != (grant.slot, grant.epoch):
+                return client.stopping
+            return steps >= asked.min_steps or client.stopping
+
+        return enough
+
     def close(self) -> None:
         self.actor.close()
         self.weights.close()
         self.memory.close()
 
 
-def run(endpoint: str, actor_id: int | None, incarnation: int) -> int:
+def run(attendance: Attendance) -> int:
     """One actor from HELLO to BYE. Returns the process's exit code."""
     torch.set_num_threads(1)
-    hello = Hello(role=Role.ACTOR, pid=os.getpid(), requested_actor=actor_id, incarnation=incarnation)
-    client = Client(endpoint, hello, connect_deadline_s=CONNECT_DEADLINE_S)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: client.stop())
-    session: ActorSession | None = None
-    try:
-        session = ActorSession(client, client.connect())
+    return attendance.attend(take_part, take_seat)
+
+
+def take_part(client: Client, welcome: Welcome) -> None:
+    """Everything between WELCOME and BYE."""
+    with closing(ActorSession(client, welcome)) as session:
         session.run()
-        print(f"actor: leaving, {client.stop_reason}", file=sys.stderr, flush=True)
-        client.bye("finished")
-        return 0
-    except Exception as error:
-        text = str(error) if isinstance(error, RolloutServiceError) else f"{type(error).__name__}: {error}"
-        print(f"actor: {text}", file=sys.stderr, flush=True)
-        client.bye(text, traceback.format_exc())
-        return 1
-    finally:
-        if session is not None:
-            session.close()
-        client.close()
+
+
+def take_seat(welcome: Welcome) -> Presence:
+    """The sign of life of this actor's place; also the first look at the run's memory, before envs are made."""
+    return Presence(welcome.rollout_segment, actor_seat(welcome.actor_id or 0))

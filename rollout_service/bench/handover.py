@@ -23,9 +23,10 @@ from rollout_service.bench.report import Report
 from rollout_service.bench.rig import paper_spec, rollout_memory
 from rollout_service.bench.timing import Figures, Samples
 from rollout_service.control.coordinator import Coordinator
+from rollout_service.control.endpoints import remove_socket_directory, socket_endpoint
 from rollout_service.control.messages import Role
 from rollout_service.control.server import Server
-from rollout_service.control.transport import Router, remove_socket_directory, socket_endpoint
+from rollout_service.control.transport import Router
 from rollout_service.errors import RunFailed
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.memory.schema import Role as FieldRole
@@ -57,12 +58,12 @@ def one_case(repetitions: int, envs: int, steps: int) -> tuple[str, Figures]:
     with ExitStack() as stack:
         memory = stack.enter_context(rollout_memory(spec))
         endpoint = stack.enter_context(service(spec, memory, WARM_UP + repetitions))
-        ours, theirs = Pipe()
-        stack.callback(ours.close)
-        stack.callback(theirs.close)
-        actor = stack.enter_context(child(Role.ACTOR, endpoint, ours.fileno()))
-        learner = stack.enter_context(child(Role.LEARNER, endpoint, theirs.fileno()))
-        sent, readable = stamps(actor), stamps(learner)
+        actors_end, learners_end = Pipe()
+        # Closed here once they are inherited, so that a child that dies is an end of file to the other one.
+        with actors_end, learners_end:
+            actor = stack.enter_context(child(Role.ACTOR, endpoint, actors_end.fileno()))
+            learner = stack.enter_context(child(Role.LEARNER, endpoint, learners_end.fileno()))
+        sent, readable = stamps(actor, learner)
         travelling = sum(memory.array(f.name)[0].nbytes for f in memory.fields if f.role is not FieldRole.LEARNER)
     samples = Samples(
         {side: [end - begin for begin, end in zip(sent[side], readable[side], strict=True)][WARM_UP:] for side in SIDES}
@@ -115,13 +116,14 @@ def child(role: Role, endpoint: str, descriptor: int) -> Iterator[subprocess.Pop
             process.kill()
 
 
-def stamps(process: subprocess.Popen[str]) -> dict[str, list[float]]:
-    """Side -> the moments that this child took down, in order."""
+def stamps(*processes: subprocess.Popen[str]) -> list[dict[str, list[float]]]:
+    """Of each child: side -> the moments that it took down, in order. Raises RunFailed with the words of all."""
     try:
-        answer, words = process.communicate(timeout=DEADLINE_S)
+        heard = [process.communicate(timeout=DEADLINE_S) for process in processes]
     except subprocess.TimeoutExpired:
         raise RunFailed(f"a process of the hand-over was not through within {DEADLINE_S:g} s") from None
-    if process.returncode:
-        raise RunFailed(f"a process of the hand-over ended with {process.returncode}\n{words[-4000:].strip()}")
-    found: dict[str, list[float]] = json.loads(answer)
-    return found
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        words = "\n".join(words[-4000:].strip() for _, words in heard)
+        raise RunFailed(f"the processes of the hand-over ended with exit codes {codes}\n{words}")
+    return [json.loads(answer) for answer, _ in heard]

@@ -21,7 +21,7 @@ from typing import Any, Final, TextIO
 from rollout_service.bench.timing import Figures
 
 PACKAGES: Final = ("rollout-service", "torch", "numpy", "gymnasium", "pyzmq")
-RATIO, LOW, HIGH = "_to_", "_low", "_high"
+RATE, RATIO, LOW, HIGH = "_per_s", "_to_", "_low", "_high"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Report:
 
 
 def label(name: str) -> str:
-    """`ours_us` -> `ours us`, `ours_to_plain` -> `ours / plain`."""
-    return " / ".join(part.replace("_", " ") for part in name.split(RATIO)).replace("per s", "/ s")
+    """`ours_us` -> `ours us`, `ours_to_plain` -> `ours / plain`, `steps_per_s` -> `steps / s`."""
+    if name.endswith(RATE):
+        return name.removesuffix(RATE).replace("_", " ") + " / s"
+    return " / ".join(part.replace("_", " ") for part in name.split(RATIO))
 
 
 def text(figures: Figures, name: str) -> str:

@@ -20,12 +20,12 @@ from rollout_service.policy.recurrent import LSTMCore
 REPETITIONS: Final = 9
 ROWS: Final = (4, 16, 64)
 STEPS: Final = 128
-RESETS: Final = {"one": 1.0, "many": 2.6}
+RESETS: Final = {"few": 1.0, "many": 2.6}
 """Side -> mean number of episode starts behind the first column, per row."""
 
 NOTES: Final = (
     f"LSTM {ENCODER} -> {HIDDEN}, T = {STEPS}, forward and backward, one thread",
-    "none: no episode starts; one, many: about 1 and 2.6 per row; cells: the step loop with many",
+    "none: no episode starts; few, many: about 1 and 2.6 per row; cells: the step loop with many",
 )
 
 
@@ -66,7 +66,7 @@ def one_case(repetitions: int, core: LSTMCore, rows: int, steps: int) -> Figures
     return {
         **{f"{name}_resets_per_row": float(starts[name].sum()) / rows for name in RESETS},
         **samples.medians("ms"),
-        **samples.ratio("one", "none"),
+        **samples.ratio("few", "none"),
         **samples.ratio("many", "none"),
         **samples.ratio("many", "cells"),
     }

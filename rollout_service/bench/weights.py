@@ -8,7 +8,7 @@ from itertools import count
 from typing import Final
 
 from rollout_service.bench.report import Report
-from rollout_service.bench.rig import ENCODER, HIDDEN, SEED, null_spaces
+from rollout_service.bench.rig import ENCODER, HIDDEN, SEED, null_spaces, one_thread
 from rollout_service.bench.timing import Figures, alternate
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.policy.actor_critic import ActorCritic
@@ -25,7 +25,8 @@ NOTES: Final = (
 
 def measure(repetitions: int = REPETITIONS, *, sizes: Sequence[int] = SIZES) -> Report:
     """One case per LSTM width."""
-    cases = dict(one_case(repetitions, hidden_dim) for hidden_dim in sizes)
+    with one_thread():
+        cases = dict(one_case(repetitions, hidden_dim) for hidden_dim in sizes)
     return Report("weights", "hand one version of the policy to the actors", cases, NOTES)
 
 

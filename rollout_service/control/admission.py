@@ -14,7 +14,7 @@ from rollout_service.control import events
 from rollout_service.control.effects import Effect, Notify, Send
 from rollout_service.control.handshake import hello_mismatch
 from rollout_service.control.messages import Heartbeat, Hello, Pong, Refused, Role, Welcome
-from rollout_service.control.roster import Place, Pulse, Roster
+from rollout_service.control.roster import LEARNER_PHASES, SILENCE_S, SILENT_PHASE, Place, Pulse, Roster
 from rollout_service.runspec import RunSpec
 
 
@@ -32,34 +32,50 @@ class LearnerSeat:
 class Admission:
     """The door of a run. `welcome` is what every admitted peer gets, completed by its identity and the progress."""
 
-    def __init__(self, spec: RunSpec, welcome: Welcome, counters: Counter[str]) -> None:
+    def __init__(
+        self, spec: RunSpec, welcome: Welcome, counters: Counter[str], silence_timeout: float = SILENCE_S
+    ) -> None:
         self.spec = spec
         self.roster = Roster(spec.num_actors)
         self.learner: LearnerSeat | None = None
         self.learner_gone_at: float | None = None
+        self._last_learner: int | None = None
+        self._never_came: set[int] = set()
+        """Pids of learners that died before their HELLO was read; it may still be on its way."""
         self._welcome = welcome
         self._counters = counters
+        self._silence_timeout = silence_timeout
 
     def hello(self, peer: bytes, hello: Hello, progress: dict[str, Any], now: float) -> list[Effect]:
         """WELCOME or REFUSED; the same again for a HELLO sent again."""
         if (difference := hello_mismatch(self.spec, hello)) is not None:
             return self.refuse(peer, hello.role, hello.pid, difference)
         identity: dict[str, int] = {}
+        came: list[Effect] = []
         match hello.role:
             case Role.OBSERVER:
                 pass
             case Role.LEARNER:
+                if hello.pid in self._never_came:
+                    self._never_came.discard(hello.pid)
+                    return self.refuse(peer, hello.role, hello.pid, f"the learner with pid {hello.pid} is dead")
                 if self.learner is None:
-                    self.learner, self.learner_gone_at = LearnerSeat(peer, hello.pid, Pulse(now, now)), None
+                    pulse = Pulse(now, now, working=LEARNER_PHASES)
+                    self.learner, self.learner_gone_at = LearnerSeat(peer, hello.pid, pulse), None
+                    self._last_learner = hello.pid
+                    came = [Notify(events.PeerWelcomed(Role.LEARNER, None, 0, hello.pid))]
                 elif self.learner.peer != peer:
                     reason = f"this run has a learner (pid {self.learner.pid}); this is another (pid {hello.pid})"
                     return self.refuse(peer, hello.role, hello.pid, reason)
             case Role.ACTOR:
-                place = self.roster.present(peer) or self.roster.seat(peer, hello, now)
+                before = self.roster.present(peer)
+                place = before or self.roster.seat(peer, hello, now)
                 if isinstance(place, str):
                     return self.refuse(peer, hello.role, hello.pid, place)
+                if before is None:
+                    came = [Notify(events.PeerWelcomed(Role.ACTOR, *place.identity, place.pid))]
                 identity = {"actor_id": place.actor_id, "incarnation": place.incarnation}
-        return [Send(peer, self._welcome.model_copy(update={**progress, **identity}))]
+        return [Send(peer, self._welcome.model_copy(update={**progress, **identity})), *came]
 
     def heartbeat(self, peer: bytes, beat: Heartbeat, leave: bool, now: float) -> list[Effect]:
         """PONG; it also tells a process that has been replaced to leave."""
@@ -68,29 +84,44 @@ class Admission:
                 place = self.roster.places[beat.actor_id]
                 if place.occupied and place.incarnation == beat.incarnation:
                     place.pulse.beat(beat, now)
+                    place.pulse_peer = peer
                 else:
                     leave = True
             case Role.LEARNER if self.learner is not None and self.learner.pid == beat.pid:
                 self.learner.pulse.beat(beat, now)
+            case Role.LEARNER:
+                leave = True
             case _:
                 pass
-        return [Send(peer, Pong(stopping=leave))]
+        return [Send(peer, Pong(stopping=leave, run_id=self._welcome.run_id))]
 
-    def stuck(self, now: float, step_timeout: float) -> list[Effect]:
-        """Each actor that does not move, told once."""
+    def stuck(self, now: float, step_timeout: float, learner_timeout: float) -> list[Effect]:
+        """Each actor, and the learner, that does not move or is not heard of any more, told once."""
         effects: list[Effect] = []
         for place in self.roster.places:
-            if place.occupied and (found := place.pulse.stuck(now, step_timeout)) is not None:
+            if place.occupied and (found := place.pulse.stuck(now, step_timeout, self._silence_timeout)) is not None:
                 self._counters["stuck_actors"] += 1
                 effects.append(Notify(events.ActorStuck(*place.identity, place.pid, *found)))
+        seat = self.learner
+        if seat is not None and (found := seat.pulse.stuck(now, learner_timeout, self._silence_timeout)) is not None:
+            self._counters["stuck_learners"] += 1
+            phase, seconds = found
+            silent = events.LearnerSilent(seat.pid, seconds)
+            effects.append(Notify(silent if phase == SILENT_PHASE else events.LearnerStuck(seat.pid, phase, seconds)))
         return effects
 
-    def deadlines(self, step_timeout: float) -> list[float]:
-        return [place.pulse.deadline(step_timeout) for place in self.roster.places if place.occupied]
+    def deadlines(self, step_timeout: float, learner_timeout: float) -> list[float]:
+        moments = [
+            place.pulse.deadline(step_timeout, self._silence_timeout) for place in self.roster.places if place.occupied
+        ]
+        if self.learner is not None:
+            moments.append(self.learner.pulse.deadline(learner_timeout, self._silence_timeout))
+        return moments
 
     def refuse(self, peer: bytes, role: Role, pid: int, reason: str) -> list[Effect]:
         self._counters["refused_handshakes"] += 1
-        return [Send(peer, Refused(reason=reason)), Notify(events.PeerRefused(role, pid, reason))]
+        refused = Refused(reason=reason, run_id=self._welcome.run_id)
+        return [Send(peer, refused), Notify(events.PeerRefused(role, pid, reason))]
 
     def seat_of(self, peer: bytes) -> LearnerSeat | Place | None:
         """What this peer is in the run."""
@@ -98,8 +129,14 @@ class Admission:
             return self.learner
         return self.roster.present(peer)
 
-    def learner_gone(self, now: float) -> None:
+    def learner_gone(self, now: float, pid: int | None) -> bool:
+        """Proof that the learner, the one with this pid if given, is dead. False if it had no seat."""
+        if self.learner is None or pid not in (None, self.learner.pid):
+            if pid not in (None, self._last_learner):
+                self._never_came.add(pid)
+            return False
         self.learner, self.learner_gone_at = None, now
+        return True
 
     def peers(self) -> list[bytes]:
         return self.roster.peers() + ([] if self.learner is None else [self.learner.peer])

@@ -1,7 +1,8 @@
 """A peer's side of the control plane: handshake, requests that survive lost messages, heartbeats, one stop flag.
 
 Who uses it: the shells of actors and learner, and observers. One main thread calls everything; a daemon thread sends
-heartbeats on a socket of its own and watches that the service still answers.
+heartbeats on a socket of its own, watches that the service still answers, and takes what the main thread is to see in
+the middle of its work: PREEMPT, as one attribute that is read without a system call.
 
 Lost messages: the last request that wants an answer (JOIN, COMMIT, ABORT -> GRANT; READY, PUBLISH -> BATCH) is sent
 again from within `receive` until the answer comes; the service answers repeats alike, and repeats of an answer already
@@ -16,6 +17,7 @@ import threading
 import time
 from typing import Final, TypeVar, overload
 
+from rollout_service.control.endpoints import check_reachable
 from rollout_service.control.messages import (
     Abort,
     Batch,
@@ -27,6 +29,7 @@ from rollout_service.control.messages import (
     Join,
     Message,
     Pong,
+    Preempt,
     Publish,
     Ready,
     Refused,
@@ -42,8 +45,8 @@ from rollout_service.errors import HandshakeRefused, MessageRejected, ProtocolEr
 HELLO_EVERY_S: Final = 0.5
 RESEND_EVERY_S: Final = 1.0
 """A reply takes well below a millisecond; a longer wait means that there is nothing to grant yet, or a lost message."""
-SERVICE_TIMEOUT_S: Final = 15.0
-"""Fifteen heartbeats without one PONG: the service is gone."""
+LOOK_AGAIN_S: Final = 5.0
+"""While nobody answers HELLO: how often to see whether this process could reach the endpoint at all."""
 FLUSH_S: Final = 0.5
 """Time that a BYE gets to leave at close."""
 FOREVER_S: Final = 3600.0
@@ -75,7 +78,10 @@ class PulseState:
 
 
 class Client:
-    """One peer of one service. Not thread-safe but for `stop`."""
+    """One peer of one service. Not thread-safe but for `stop` and `lose`.
+
+    service_timeout_s: seconds of silence after which the service is gone; by default what WELCOME says.
+    """
 
     def __init__(
         self,
@@ -83,17 +89,23 @@ class Client:
         hello: Hello,
         *,
         connect_deadline_s: float,
-        service_timeout_s: float = SERVICE_TIMEOUT_S,
+        service_timeout_s: float | None = None,
         resend_every_s: float = RESEND_EVERY_S,
     ) -> None:
         self.pulse = PulseState()
         self.stop_reason: str | None = None
+        self.lost = False
+        """The service is gone, or another one answers in its place: it was not the service that ended this."""
+        self.run_id = ""
+        self.preempt: Preempt | None = None
+        """The newest request to end a lease early. Written by the heartbeat thread, so that a look costs nothing."""
         self.rejected_messages = 0
         self._endpoint = endpoint
         self._hello = hello
         self._connect_deadline_s = connect_deadline_s
         self._service_timeout_s = service_timeout_s
         self._resend_every_s = resend_every_s
+        self._stopping = threading.Event()
         self._dealer = Dealer(endpoint)
         self._heart: _Heart | None = None
         self._request: Message | None = None
@@ -111,15 +123,45 @@ class Client:
         """Ends every wait. Safe in signal handlers and from other threads."""
         if self.stop_reason is None:
             self.stop_reason = reason
+            self._stopping.set()
         self._dealer.wake()
 
+    def wait_until_stopping(self) -> None:
+        """For a thread beside the main one."""
+        self._stopping.wait()
+
+    def lose(self, reason: str) -> None:
+        """`stop`, because the service that welcomed this process is not there any more."""
+        self.lost = self.lost or self.stop_reason is None
+        self.stop(reason)
+
     def connect(self) -> Welcome:
-        """HELLO until WELCOME; starts the heartbeats. Raises HandshakeRefused, or WaitTimedOut (also after `stop`)."""
-        welcome = self.exchange(self._hello, Welcome, resend_every_s=HELLO_EVERY_S, deadline_s=self._connect_deadline_s)
+        """HELLO until WELCOME; starts the heartbeats.
+
+        Raises HandshakeRefused, WaitTimedOut (also after `stop`), or ConfigError if this process cannot reach the
+        endpoint, whoever listens there.
+        """
+        deadline = time.monotonic() + self._connect_deadline_s
+        while True:
+            check_reachable(self._endpoint)
+            left = deadline - time.monotonic()
+            try:
+                welcome = self.exchange(
+                    self._hello, Welcome, resend_every_s=HELLO_EVERY_S, deadline_s=min(LOOK_AGAIN_S, max(0.0, left))
+                )
+                break
+            except WaitTimedOut:
+                if left <= LOOK_AGAIN_S:
+                    raise WaitTimedOut(
+                        f"no WELCOME from {self._endpoint} within {self._connect_deadline_s:g} s of HELLO; is the "
+                        "service running?"
+                    ) from None
         if welcome is None:
             raise WaitTimedOut(f"left while waiting for WELCOME from {self._endpoint}: {self.stop_reason}")
         if self._heart is None:
-            self._heart = _Heart(self, self._endpoint, self._hello, welcome, self._service_timeout_s)
+            self.run_id = welcome.run_id
+            timeout = welcome.silence_timeout if self._service_timeout_s is None else self._service_timeout_s
+            self._heart = _Heart(self, self._endpoint, self._hello, welcome, timeout)
             self._heart.start()
         return welcome
 
@@ -137,12 +179,15 @@ class Client:
     def receive(self, timeout_s: float) -> Message | None:
         """The next message, or None after timeout_s or once stopping. STOP is returned, and sets `stopping`.
 
-        Raises HandshakeRefused with the service's reason for REFUSED.
+        Raises HandshakeRefused with the service's reason for REFUSED. A refusal of another run's service, which was
+        started anew and knows nobody of this run, is not one: this run's service is lost.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._next(min(deadline, self._next_resend()))
             match message:
+                case Refused(run_id=other) if self._is_other(other):
+                    self.lose(f"another run's service answers at {self._endpoint}: {message.reason}")
                 case Refused():
                     raise HandshakeRefused(f"the service at {self._endpoint} refused: {message.reason}")
                 case Stop():
@@ -215,6 +260,10 @@ class Client:
         self._request_sent_at = time.monotonic()
         self._dealer.send(encode(message))
 
+    def _is_other(self, run_id: str) -> bool:
+        """Is this the id of a run that is not the one which welcomed this process?"""
+        return bool(run_id and self.run_id) and run_id != self.run_id
+
     def _next_resend(self) -> float:
         return self._request_sent_at + self._resend_every_s if self._request is not None else float("inf")
 
@@ -250,7 +299,7 @@ class Client:
 
 
 class _Heart(threading.Thread):
-    """Sends heartbeats, reads PONGs, and stops its client if the service says so or says nothing."""
+    """Sends heartbeats, reads PONGs and PREEMPTs, and stops its client if the service says so or says nothing."""
 
     def __init__(self, client: Client, endpoint: str, hello: Hello, welcome: Welcome, service_timeout_s: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
@@ -292,19 +341,25 @@ class _Heart(threading.Thread):
             dealer.send(encode(beat))
             next_beat = time.monotonic() + self._welcome.heartbeat_interval
             while not self._leaving.is_set() and (left := next_beat - time.monotonic()) > 0:
-                data = dealer.receive(left, self._leaving.is_set)
-                if data is not None and (pong := _pong(data)) is not None:
-                    heard_at = time.monotonic()
-                    if pong.stopping and not self._client.stopping:
-                        self._client.stop("the service is stopping")
+                match _decoded(dealer.receive(left, self._leaving.is_set)):
+                    case Pong() as pong:
+                        heard_at = time.monotonic()
+                        if pong.run_id not in ("", self._welcome.run_id):
+                            self._client.lose(f"another run's service answers at {self._endpoint}")
+                        elif pong.stopping and not self._client.stopping:
+                            self._client.stop("the service is stopping")
+                    case Preempt() as preempt:
+                        self._client.preempt = preempt
+                    case _:
+                        pass
             silence = time.monotonic() - heard_at
             if silence > self._service_timeout_s and not self._client.stopping:
-                self._client.stop(f"the service at {self._endpoint} has not answered for {silence:.0f} s")
+                self._client.lose(f"the service at {self._endpoint} has not answered for {silence:.0f} s")
 
 
-def _pong(data: bytes) -> Pong | None:
+def _decoded(data: bytes | None) -> Message | None:
+    """The message, or None for what is none."""
     try:
-        message = decode(data)
+        return None if data is None else decode(data)
     except MessageRejected:
         return None
-    return message if isinstance(message, Pong) else None

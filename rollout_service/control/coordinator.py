@@ -8,7 +8,7 @@ a grant before weights exist. Everything a peer may repeat (it repeats whatever 
 changes nothing: messages may be lost in both directions.
 
 Left to others: who is let in and who still moves (admission, roster), slot states (ledger), grants and where state
-comes from (leases), when a bank is due (scheduling).
+comes from (leases), when a bank is due (scheduling), for whom it waits (filling).
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from typing import Any, Final
 from rollout_service.control import events
 from rollout_service.control.admission import Admission, LearnerSeat
 from rollout_service.control.effects import Effect, Notify, Send
+from rollout_service.control.filling import Filling
 from rollout_service.control.handshake import join_mismatch
 from rollout_service.control.leases import Leases
-from rollout_service.control.ledger import Identity, Verdict
+from rollout_service.control.ledger import Identity, SlotState, Verdict
+from rollout_service.control.losses import Losses, LostBatch
 from rollout_service.control.messages import (
     Abort,
     Batch,
@@ -43,7 +45,7 @@ from rollout_service.control.messages import (
     Welcome,
     message_name,
 )
-from rollout_service.control.roster import Place, PlaceState, Rate, place_report, rounded_since
+from rollout_service.control.roster import SILENCE_S, Place, PlaceState, Rate, place_report, rounded_since
 from rollout_service.control.scheduling import FormBatch, Lockstep, Scheduler
 from rollout_service.runspec import RunSpec
 
@@ -68,6 +70,8 @@ class Coordinator:
         total_updates: int,
         step_timeout: float,
         heartbeat_interval: float = 1.0,
+        silence_timeout: float = SILENCE_S,
+        learner_timeout: float = math.inf,
         updates_done: int = 0,
         env_steps_done: int = 0,
         scheduler: Scheduler | None = None,
@@ -75,6 +79,7 @@ class Coordinator:
         self.spec = spec
         self.total_updates = total_updates
         self.step_timeout = step_timeout
+        self.learner_timeout = learner_timeout
         self.updates_done = updates_done
         self.env_steps = env_steps_done
         """Trained on so far."""
@@ -90,14 +95,19 @@ class Coordinator:
             rollout_segment=rollout_segment,
             weights_segment=weights_segment,
             heartbeat_interval=heartbeat_interval,
+            silence_timeout=silence_timeout,
         )
         self._run_id = run_id
-        self._admission = Admission(spec, welcome, self.counters)
+        self._admission = Admission(spec, welcome, self.counters, silence_timeout)
         self._roster = self._admission.roster
         self._leases = Leases(spec.num_slots, spec.state_strategy)
         self._scheduler: Scheduler = Lockstep(spec.num_actors) if scheduler is None else scheduler
+        self._filling = Filling(self._scheduler, self._leases, self._roster, self.counters)
         self._batch: Batch | None = None
         """The batch the learner works on."""
+        self._losses = Losses(self.counters)
+        self._env_steps: dict[int, int] = {}
+        """Slot -> env steps of the newest commit that was accepted for it."""
         self._next_bank = 0
         """What opens once weights are out: the bank after the published one, or again the one that was lost."""
         self._stopped_at: float | None = None
@@ -109,7 +119,8 @@ class Coordinator:
         """What follows from one message of one peer."""
         match message:
             case Heartbeat():
-                return self._admission.heartbeat(peer, message, self.stopped is not None, now)
+                pong = self._admission.heartbeat(peer, message, self.stopped is not None, now)
+                return [*pong, *self._filling.preempt_again(peer, message)]
             case Status():
                 return [Send(peer, StatusReport(report=self.report(now)))]
             case Hello(role=Role.OBSERVER):
@@ -137,17 +148,20 @@ class Coordinator:
         """What follows from the passing of time."""
         if self.stopped is not None:
             return []
-        return [*self._admission.stuck(now, self.step_timeout), *self._proceed(now)]
+        if (why := self._filling.nobody_came(self._admission.learner is not None, now)) is not None:
+            return self.stop(why, now)
+        overdue = self._filling.overdue(self.updates_done + 1, now)
+        return [*self._admission.stuck(now, self.step_timeout, self.learner_timeout), *self._proceed(now), *overdue]
 
     def next_deadline(self, now: float) -> float:
         """The next moment after `now` at which `tick` may have something to say; infinity if there is none."""
-        moments = [*self._admission.deadlines(self.step_timeout), self._scheduler.next_deadline()]
+        moments = [*self._admission.deadlines(self.step_timeout, self.learner_timeout), self._filling.deadline()]
         return min((moment for moment in moments if moment > now), default=math.inf)
 
     def reject(self, peer: bytes, reason: str) -> list[Effect]:
         """A message that cannot be used is counted, and its sender told: it would send it for ever."""
         self.counters["rejected_messages"] += 1
-        return [Send(peer, Refused(reason=reason[:REASON_LIMIT]))]
+        return [Send(peer, Refused(reason=reason[:REASON_LIMIT], run_id=self._run_id))]
 
     def actor_lost(self, actor_id: int, incarnation: int, reason: str, now: float) -> list[Effect]:
         """Proof that this actor process is gone: its slot is free, its place may be taken by a later incarnation."""
@@ -161,14 +175,21 @@ class Coordinator:
         """Nobody will take this vacant place again: from now on it counts as empty. No-op while somebody is there."""
         place = self._roster.places[actor_id]
         if not place.occupied:
-            place.state = PlaceState.ABANDONED
+            self._roster.give_up(place)
         return self._proceed(now)
 
-    def learner_lost(self, now: float) -> list[Effect]:
-        """Proof that the learner process is gone: what it read or would have read is dropped; no grants until READY."""
-        if self._admission.learner is None:
+    def learner_lost(self, now: float, pid: int | None = None) -> list[Effect]:
+        """Proof that the learner process is gone: what it read or would have read is dropped; no grants until READY.
+
+        pid: of that process; another learner, which has come since, is left alone.
+        """
+        if not self._admission.learner_gone(now, pid):
             return []
-        self._admission.learner_gone(now)
+        batch = self._batch
+        if self.stopped is None:
+            rollouts = self._leases.ledger.count()[SlotState.READING]
+            env_steps = 0 if batch is None else batch.env_steps - self.env_steps
+            self._losses.learner_lost(None if batch is None else LostBatch(batch.update, rollouts, env_steps))
         self._batch = None
         self._scheduler.close()
         self._drop_filled("the learner was lost")
@@ -197,10 +218,15 @@ class Coordinator:
             "without_learner_seconds": rounded_since(self._admission.learner_gone_at, now),
             "version": self.version,
             "updates": self.updates_done,
-            "total_updates": self.total_updates,
+            "total_updates": self.updates_done + self.spec.rollouts_that_fit(self.env_steps, self.total_updates),
             "env_steps": self.env_steps,
+            "waiting_for": self._filling.waited_for(),
+            "waiting_seconds": self._filling.waiting_seconds(now),
             "slots": {state.value: count for state, count in self._leases.ledger.count().items()},
-            "actors": [place_report(place, self._doing(place), now) for place in self._roster.places],
+            "actors": [
+                place_report(place, self._doing(place), self._filling.waits.share(place.actor_id), now)
+                for place in self._roster.places
+            ],
             "learner": self._learner_report(now),
             "rates": {f"{name}_per_second": round(rate.per_second(now), 3) for name, rate in self._rates.items()},
             "counters": dict(sorted((+self.counters).items())),
@@ -217,7 +243,7 @@ class Coordinator:
         if (difference := join_mismatch(self.spec, join)) is not None:
             self._roster.vacate(place)
             return self._admission.refuse(peer, Role.ACTOR, place.pid, difference)
-        place.state = PlaceState.JOINED
+        place.state, place.awaited = PlaceState.JOINED, True
         return [Notify(events.ActorJoined(*place.identity, place.pid)), *self._proceed(now)]
 
     def _commit(self, peer: bytes, commit: Commit, now: float) -> list[Effect]:
@@ -226,6 +252,9 @@ class Coordinator:
             return self._stranger(peer, "COMMIT")
         if commit.valid_steps > self.spec.num_steps:
             return self.reject(peer, f"commit.valid_steps is {commit.valid_steps}, a slot has {self.spec.num_steps}")
+        rows = commit.valid_steps * self.spec.envs_per_actor
+        if commit.env_steps is not None and commit.env_steps > rows:
+            return self.reject(peer, f"commit.env_steps is {commit.env_steps}, its valid_steps have {rows} rows")
         verdict, accepted = self._leases.commit(identity, commit, newest=self.version or 0, now=now)
         effects: list[Effect] = []
         match verdict:
@@ -246,7 +275,9 @@ class Coordinator:
         return [answer, *effects, *again, *self._proceed(now)]
 
     def _accepted(self, identity: Identity, commit: Commit, place: Place | None, now: float) -> Effect:
-        env_steps = commit.valid_steps * self.spec.envs_per_actor
+        env_steps = commit.valid_steps * self.spec.envs_per_actor if commit.env_steps is None else commit.env_steps
+        self._env_steps[commit.slot] = env_steps
+        self._filling.committed(now)
         self._rates["env_steps"].add(now, env_steps)
         if place is not None:
             place.rate.add(now, env_steps)
@@ -304,43 +335,45 @@ class Coordinator:
         learner = self._admission.learner
         if self.stopped is not None or learner is None:
             return []
-        due = self._scheduler.decide(self._leases.ledger, self._roster.absent(), now)
-        formed = [] if due is None else self._form(due, learner.peer)
-        return [*formed, *self._grant_all()]
-
-    def _grant_all(self) -> list[Effect]:
-        effects: list[Effect] = []
-        for place in self._roster.places:
-            slot = self._scheduler.slot_for(place.actor_id)
-            if slot is None or place.state is not PlaceState.JOINED or place.peer is None:
-                continue
-            if self._leases.can_take(slot, place.identity):
-                grant = self._leases.grant(
-                    slot, place.identity, version=self.version or 0, update=self.updates_done + 1
-                )
-                effects.append(Send(place.peer, grant))
-        return effects
+        due = self._filling.due(now)
+        formed = [] if due is None else self._form(due, learner.peer, now)
+        grants = self._filling.grants(self.version or 0, self.updates_done + 1)
+        return [*formed, *grants, *self._filling.preempts()]
 
     def _grant_again(self, place: Place) -> list[Effect]:
         """The grant that holds, for a peer that may have missed it."""
         grant, peer = self._leases.standing(place.identity), place.peer
         return [] if grant is None or peer is None else [Send(peer, grant)]
 
-    def _form(self, due: FormBatch, learner: bytes) -> list[Effect]:
-        taken = self._leases.take(due, self._scheduler.slots(due.bank))
-        self.counters["late_actors"] += len(due.late)
-        self._scheduler.close()
+    def _form(self, due: FormBatch, learner: bytes, now: float) -> list[Effect]:
+        bank = self._scheduler.slots(due.bank)
+        taken = self._filling.take(due, now)
+        filled = (slot for slot, steps in zip(bank, taken.valid_steps, strict=True) if steps > 0)
         update = self.updates_done + 1
+        env_steps = self.env_steps + sum(self._env_steps[slot] for slot in filled)
         self._batch = Batch(
             update=update,
             bank=due.bank,
             valid_steps=taken.valid_steps,
             versions=taken.versions,
-            env_steps=self.env_steps + sum(taken.valid_steps) * self.spec.envs_per_actor,
-            last=update >= self.total_updates,
+            env_steps=env_steps,
+            last=not self._rollout_fits(env_steps),
+            withheld=self._leases.quarantined(self._scheduler.slots(self._scheduler.after(due.bank))),
         )
-        formed = events.BatchFormed(update, self._batch.env_steps, taken.waited_for, taken.wait_s)
+        formed = events.BatchFormed(
+            update,
+            env_steps,
+            taken.waited_for,
+            taken.wait_s,
+            partial=tuple(a for a, steps in enumerate(taken.valid_steps) if 0 < steps < self.spec.num_steps),
+            late=tuple(bank.index(slot) for slot in due.late),
+            unclaimed=tuple(bank.index(slot) for slot in due.unclaimed),
+        )
+        self.counters["partial_rollouts"] += len(formed.partial)
         return [Send(learner, self._batch), Notify(formed)]
+
+    def _rollout_fits(self, env_steps: int) -> bool:
+        return self.spec.rollouts_that_fit(env_steps, self.total_updates) > 0
 
     # --- learner -----------------------------------------------------------------------------------------------------
 
@@ -356,12 +389,17 @@ class Coordinator:
                 f"ready.version {ready.version} is not above {self.version}, which actors may have; publish higher",
             )
         learner.ready = True
-        self.version, self.updates_done, self.env_steps = ready.version, ready.updates_done, ready.env_steps_done
         self._drop_filled("older than the restored learner's weights")
-        if self.updates_done >= self.total_updates:
-            return self.stop(FINISHED, now)
-        self._scheduler.open(self._next_bank, now)
-        return self._proceed(now)
+        stands = self._losses.restored(learner.pid, ready, updates=self.updates_done, env_steps=self.env_steps)
+        self.version, self.updates_done, self.env_steps = ready.version, ready.updates_done, ready.env_steps_done
+        told: list[Effect] = [Notify(stands)]
+        if stands.unannounced_update:
+            update = events.UpdateFinished(stands.updates, stands.version, stands.env_steps, {}, {}, None)
+            told = [Notify(update), *told]
+        if not self._rollout_fits(self.env_steps):
+            return [*told, *self.stop(FINISHED, now)]
+        self._filling.open(self._next_bank, now)
+        return [*told, *self._proceed(now)]
 
     def _publish(self, peer: bytes, publish: Publish, now: float) -> list[Effect]:
         learner, batch = self._admission.learner, self._batch
@@ -393,14 +431,16 @@ class Coordinator:
             return [finished, Send(peer, Stop(reason=self.stopped))]
         if batch.last:
             return [finished, *self.stop(FINISHED, now)]
-        self._scheduler.open(self._next_bank, now)
+        self._filling.open(self._next_bank, now)
         return [finished, *self._proceed(now)]
 
     def _batch_again(self, peer: bytes) -> list[Effect]:
         return [] if self._batch is None else [Send(peer, self._batch)]
 
     def _drop_filled(self, why: str) -> None:
-        self.counters["dropped_rollouts"] += self._leases.drop_filled(why)
+        ledger = self._leases.ledger
+        env_steps = sum(self._env_steps[slot] for slot in range(len(ledger)) if ledger.filled(slot) is not None)
+        self._losses.dropped(self._leases.drop_filled(why), env_steps)
 
     # --- words for WELCOME and the report ----------------------------------------------------------------------------
 

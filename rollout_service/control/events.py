@@ -13,6 +13,16 @@ from rollout_service.control.messages import Episode, Role
 
 
 @dataclass(frozen=True)
+class PeerWelcomed:
+    """An actor or learner process has taken its place; it may still turn out not to fit."""
+
+    role: Role
+    actor_id: int | None
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True)
 class ActorJoined:
     """An actor's environment matches the run; it will be granted slots."""
 
@@ -29,6 +39,43 @@ class ActorStuck:
     incarnation: int
     pid: int
     phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LearnerReady:
+    """A learner's weights are out, and grants may go. updates, env_steps: where the run stands with it.
+
+    restored: another learner was lost before; the rest is what that has cost. unannounced_update: the lost one had
+    saved an update without having said so.
+    """
+
+    pid: int
+    version: int
+    updates: int
+    env_steps: int
+    restored: bool = False
+    unannounced_update: bool = False
+    dropped_rollouts: int = 0
+    dropped_env_steps: int = 0
+    rolled_back_updates: int = 0
+    rolled_back_env_steps: int = 0
+
+
+@dataclass(frozen=True)
+class LearnerStuck:
+    """The learner is at work and has not moved for `seconds`."""
+
+    pid: int
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LearnerSilent:
+    """The learner has sent no heartbeat for `seconds`."""
+
+    pid: int
     seconds: float
 
 
@@ -69,12 +116,32 @@ class RolloutCommitted:
 
 @dataclass(frozen=True)
 class BatchFormed:
-    """A bank went to the learner. wait_s: from its first filled slot to its last, which was `waited_for`'s."""
+    """A bank went to the learner. wait_s: from its first filled slot to its last, which was `waited_for`'s.
+
+    With a deadline it may go without somebody: `waited_for` is then the first of these, and wait_s lasts until now.
+    """
 
     update: int
     env_steps: int
     waited_for: int
     wait_s: float
+    partial: tuple[int, ...] = ()
+    """Actors whose slot holds fewer steps than it has."""
+    late: tuple[int, ...] = ()
+    """Actors still at work, whose commit will be dropped."""
+    unclaimed: tuple[int, ...] = ()
+    """Places in which nobody has joined; from now on they are not waited for."""
+
+
+@dataclass(frozen=True)
+class BatchOverdue:
+    """A bank waits for longer than it should. awaited: for whom, in words."""
+
+    update: int
+    seconds: float
+    committed: int
+    needed: int
+    awaited: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -105,12 +172,17 @@ class ServerFailed:
 
 
 Event = (
-    ActorJoined
+    PeerWelcomed
+    | ActorJoined
     | ActorStuck
+    | LearnerReady
+    | LearnerStuck
+    | LearnerSilent
     | PeerLeft
     | PeerRefused
     | RolloutCommitted
     | BatchFormed
+    | BatchOverdue
     | UpdateFinished
     | RunFinished
     | ServerFailed

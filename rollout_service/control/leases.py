@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rollout_service.control.ledger import Identity, Ledger, SlotState, Verdict
-from rollout_service.control.messages import Commit, Grant, StartFrom
+from rollout_service.control.messages import Commit, Grant, Preempt, StartFrom
 from rollout_service.control.scheduling import FormBatch
 from rollout_service.runspec import StateStrategy
 
@@ -28,9 +28,9 @@ class TakenBank:
     valid_steps: tuple[int, ...]
     versions: tuple[int, ...]
     waited_for: int
-    """The place that committed last."""
+    """The place that committed last, or the one that was not waited for any longer."""
     wait_s: float
-    """From the first commit to the last."""
+    """From the first commit to the last, or to the deadline."""
 
 
 class Leases:
@@ -41,6 +41,8 @@ class Leases:
         self._strategy = strategy
         self._grants: dict[Identity, Grant] = {}
         """The grant of each lease that holds, for whoever missed it."""
+        self._preempts: dict[Identity, Preempt] = {}
+        """What was asked of the holder of each lease that holds, for whoever missed it."""
         self._acted: set[Identity] = set()
         """Actors that have finished a lease: they have a live recurrent state."""
         self._seeded_slots: frozenset[int] = frozenset()
@@ -51,6 +53,27 @@ class Leases:
     def standing(self, holder: Identity) -> Grant | None:
         """The grant that holds."""
         return self._grants.get(holder)
+
+    def preempt(self, slot: int, min_steps: int) -> tuple[Identity, Preempt] | None:
+        """What to ask of the holder of this leased slot; None if it was asked before."""
+        lease = self.ledger.lease(slot)
+        if lease is None or lease.holder in self._preempts:
+            return None
+        self._preempts[lease.holder] = Preempt(slot=slot, epoch=lease.epoch, min_steps=min_steps)
+        return lease.holder, self._preempts[lease.holder]
+
+    def preemption(self, holder: Identity) -> Preempt | None:
+        """What was asked under the lease that holds."""
+        return self._preempts.get(holder)
+
+    def is_late(self, holder: Identity) -> bool:
+        """The batch went without its slot, and it may still write there: it can be granted no other."""
+        lease = self.ledger.lease_of(holder)
+        return lease is not None and not self.ledger.holds(lease)
+
+    def quarantined(self, slots: Iterable[int]) -> tuple[int, ...]:
+        """Those of `slots` that a late actor may still write."""
+        return tuple(slot for slot in slots if self.ledger.state(slot) is SlotState.QUARANTINED)
 
     def can_take(self, slot: int, holder: Identity) -> bool:
         return self.ledger.state(slot) is SlotState.FREE and self.ledger.lease_of(holder) is None
@@ -73,7 +96,7 @@ class Leases:
             versions=range(newest, newest + 1),
         )
         if self._is_standing(holder, commit.slot, commit.epoch) and verdict in (Verdict.ACCEPTED, Verdict.STALE):
-            del self._grants[holder]
+            self._ended(holder)
             self._acted.add(holder)
         if verdict is Verdict.ACCEPTED:
             self._filled_at[commit.slot] = now
@@ -85,22 +108,24 @@ class Leases:
         """The holder will not fill it and writes no more. False if that lease does not hold."""
         if not self.ledger.abort(slot, epoch, holder):
             return False
-        del self._grants[holder]
+        self._ended(holder)
         return True
 
     def holder_gone(self, holder: Identity, why: str) -> None:
         """Proof that this actor writes no more."""
         self.ledger.holder_gone(holder, why)
-        self._grants.pop(holder, None)
+        self._ended(holder)
         self._acted.discard(holder)
 
-    def take(self, due: FormBatch, bank: Sequence[int]) -> TakenBank:
+    def take(self, due: FormBatch, bank: Sequence[int], now: float) -> TakenBank:
         """READY -> READING for the whole bank; late leases are quarantined."""
         for slot in due.late:
             self.ledger.quarantine(slot, "the batch went without it")
         filled = [self.ledger.filled(slot) for slot in bank]
         times = {slot: self._filled_at[slot] for slot, entry in zip(bank, filled, strict=True) if entry is not None}
-        slowest = max(times, key=times.__getitem__)
+        slowest, until = max(times, key=times.__getitem__), max(times.values())
+        if given_up := due.late or due.unclaimed:
+            slowest, until = given_up[0], now
         self.ledger.read(times)
         holders = [entry.holder for entry in filled if entry is not None and entry.valid_steps > 0]
         self._seeded_from = {holder.actor_id: holder.incarnation for holder in holders}
@@ -108,7 +133,7 @@ class Leases:
             valid_steps=tuple(0 if entry is None else entry.valid_steps for entry in filled),
             versions=tuple(0 if entry is None else entry.version for entry in filled),
             waited_for=bank.index(slowest),
-            wait_s=times[slowest] - min(times.values()),
+            wait_s=until - min(times.values()),
         )
 
     def release(self, bank: Iterable[int], seeded: Iterable[int]) -> None:
@@ -120,6 +145,10 @@ class Leases:
         """Everything committed but not released is lost, and with it the seeds. Returns how many rollouts."""
         self._seeded_slots, self._seeded_from = frozenset(), {}
         return len(self.ledger.drop_filled(why))
+
+    def _ended(self, holder: Identity) -> None:
+        self._grants.pop(holder, None)
+        self._preempts.pop(holder, None)
 
     def _is_standing(self, holder: Identity, slot: int, epoch: int) -> bool:
         grant = self._grants.get(holder)

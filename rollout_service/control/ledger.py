@@ -122,6 +122,10 @@ class Ledger:
     def filled(self, slot: int) -> Filled | None:
         return self._slots[slot].filled
 
+    def lease(self, slot: int) -> Lease | None:
+        """The lease of a slot that is LEASED or QUARANTINED."""
+        return self._slots[slot].lease
+
     def lease_of(self, holder: Identity) -> Lease | None:
         """The lease this actor may still be writing under: LEASED or QUARANTINED."""
         return self._leases.get(holder)

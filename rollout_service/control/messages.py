@@ -12,6 +12,7 @@ Order of a conversation (a: actor, l: learner, o: observer, s: service):
     l -> s    READY     weights of this version are in the bank            resent until BATCH
     s -> a    GRANT     fill this slot                                     sent again with each answer while it holds
     a -> s    COMMIT    filled; asks for the next lease                    resent until GRANT, same answer each time
+    s -> a    PREEMPT   commit what is there, once enough is           to the heartbeat's socket; again with each PONG
     s -> a    COMMITTED what became of it
     a -> s    ABORT     this lease will not be filled; asks for the next   resent until GRANT
     s -> l    BATCH     these slots are yours                              sent again with each answer while it holds
@@ -105,6 +106,8 @@ class Welcome(Message):
     rollout_segment: ShortText
     weights_segment: ShortText
     heartbeat_interval: float
+    silence_timeout: float = 10.0
+    """Seconds without an answer to heartbeats after which the service is gone."""
     actor_id: Count | None = None
     incarnation: Count = 0
     version: Count = 0
@@ -115,6 +118,8 @@ class Welcome(Message):
 
 class Refused(Message):
     reason: ShortText
+    run_id: ShortText = ""
+    """Of the run that refuses: a service that was started anew knows nobody of the run before."""
 
 
 class Join(Message):
@@ -138,6 +143,14 @@ class Grant(Message):
     update: Count
     reset_envs: bool = False
     barrier_after: bool = False
+
+
+class Preempt(Message):
+    """The lease's actor is to finish its step and commit, as soon as it has `min_steps` steps."""
+
+    slot: Count
+    epoch: Count
+    min_steps: Count
 
 
 class Episode(Message):
@@ -188,6 +201,8 @@ class Batch(Message):
     """Valid env steps committed up to and including this batch."""
     last: bool = False
     """The run ends after this update."""
+    withheld: Annotated[tuple[Count, ...], FromWire] = ()
+    """Slots of the other bank that a late actor may still write: the learner leaves them alone."""
 
 
 class Publish(Message):
@@ -224,6 +239,8 @@ class Heartbeat(Message):
 
 class Pong(Message):
     stopping: bool = False
+    run_id: ShortText = ""
+    """Of the run that answers: another one than WELCOME's means that the service was started anew."""
 
 
 class Status(Message):
@@ -237,7 +254,7 @@ class StatusReport(Message):
 MESSAGES: Final[dict[str, type[Message]]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Hello, Welcome, Refused, Join, Ready, Grant, Commit, Committed, Abort, Batch, Publish, Stop, Bye,
+        Hello, Welcome, Refused, Join, Ready, Grant, Preempt, Commit, Committed, Abort, Batch, Publish, Stop, Bye,
         Heartbeat, Pong, Status, StatusReport,
     )
 }  # fmt: skip

@@ -19,7 +19,9 @@ from rollout_service.control.ledger import Identity
 from rollout_service.control.messages import Heartbeat, Hello
 
 WORKING_PHASES: Final = frozenset({"env.step", "env.reset", "policy"})
-"""Phases in which progress has to grow; in others (waiting, loading) it may stand still."""
+"""Phases of an actor in which progress has to grow; in others (waiting, loading) it may stand still."""
+LEARNER_PHASES: Final = frozenset({"preparing", "updating", "checkpointing"})
+"""The same for the learner: all but waiting for a batch."""
 SILENCE_S: Final = 10.0
 """Ten heartbeats: a process that sends none for so long is stopped, swapped out, or holds its interpreter."""
 SILENT_PHASE: Final = "silent"
@@ -44,30 +46,31 @@ class Pulse:
     phase: str = ""
     reported: bool = False
     """Stuck was said once; a move clears it."""
+    working: frozenset[str] = WORKING_PHASES
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
         if (heartbeat.progress, heartbeat.phase) != (self.progress, self.phase):
             self.moved_at, self.reported = now, False
         self.progress, self.phase, self.heard_at = heartbeat.progress, heartbeat.phase, now
 
-    def stuck(self, now: float, step_timeout: float) -> tuple[str, float] | None:
+    def stuck(self, now: float, step_timeout: float, silence: float = SILENCE_S) -> tuple[str, float] | None:
         """(phase, seconds) of one that does not move, once."""
         if self.reported:
             return None
         found = None
-        if now - self.heard_at > SILENCE_S:
+        if now - self.heard_at > silence:
             found = (SILENT_PHASE, now - self.heard_at)
-        elif self.phase in WORKING_PHASES and now - self.moved_at > step_timeout:
+        elif self.phase in self.working and now - self.moved_at > step_timeout:
             found = (self.phase, now - self.moved_at)
         self.reported = found is not None
         return found
 
-    def deadline(self, step_timeout: float) -> float:
+    def deadline(self, step_timeout: float, silence: float = SILENCE_S) -> float:
         """When `stuck` could next say something."""
         if self.reported:
             return math.inf
-        moves = self.moved_at + step_timeout if self.phase in WORKING_PHASES else math.inf
-        return min(self.heard_at + SILENCE_S, moves)
+        moves = self.moved_at + step_timeout if self.phase in self.working else math.inf
+        return min(self.heard_at + silence, moves)
 
 
 @dataclass
@@ -109,6 +112,10 @@ class Place:
     rate: Rate = field(default_factory=Rate)
     lag: int | None = None
     """Policy lag of its last accepted commit."""
+    pulse_peer: bytes | None = None
+    """Where its heartbeats come from: what is sent there is read even while its main thread works."""
+    awaited: bool = True
+    """False once a batch went without anyone here, or the place was given up; until somebody has joined again."""
 
     @property
     def identity(self) -> Identity:
@@ -142,8 +149,12 @@ class Roster:
         return [place.peer for place in self.places if place.peer is not None]
 
     def absent(self) -> set[int]:
-        """Places that count as empty until somebody takes them."""
-        return {place.actor_id for place in self.places if place.state is PlaceState.ABANDONED}
+        """Places that count as empty until somebody has joined in them."""
+        return {place.actor_id for place in self.places if not place.awaited}
+
+    def give_up(self, place: Place) -> None:
+        """Nobody will come to this vacant place by itself."""
+        place.state, place.awaited = PlaceState.ABANDONED, False
 
     def seat(self, peer: bytes, hello: Hello, now: float) -> Place | str:
         """The place for an actor that says HELLO, or why there is none."""
@@ -153,12 +164,12 @@ class Roster:
         place.state = PlaceState.WELCOMED
         place.incarnation = max(hello.incarnation, place.incarnation + 1)
         place.pid, place.peer = hello.pid, peer
-        place.pulse, place.rate, place.lag = Pulse(now, now), Rate(), None
+        place.pulse, place.rate, place.lag, place.pulse_peer = Pulse(now, now), Rate(), None, None
         self._by_peer[peer] = place.identity
         return place
 
     def vacate(self, place: Place) -> None:
-        place.state, place.peer = PlaceState.VACANT, None
+        place.state, place.peer, place.pulse_peer = PlaceState.VACANT, None, None
 
     def _find(self, hello: Hello) -> Place | str:
         if hello.requested_actor is None:
@@ -176,7 +187,7 @@ class Roster:
         return place
 
 
-def place_report(place: Place, doing: str, now: float) -> dict[str, Any]:
+def place_report(place: Place, doing: str, waited_share: float, now: float) -> dict[str, Any]:
     """One line of the status report; JSON-able."""
     return {
         "actor_id": place.actor_id,
@@ -186,8 +197,17 @@ def place_report(place: Place, doing: str, now: float) -> dict[str, Any]:
         "phase": place.pulse.phase if place.occupied else "",
         "steps_per_second": round(place.rate.per_second(now), 1),
         "lag": place.lag,
+        "waited_share": round(waited_share, 3),
         "silent_seconds": rounded_since(place.pulse.heard_at if place.occupied else None, now),
     }
+
+
+def in_words(place: Place) -> str:
+    """Who is waited for, e.g. `actor 2 (pid 4711, env.reset)`."""
+    if not place.occupied:
+        return f"actor {place.actor_id} (no process)"
+    doing = place.pulse.phase or place.state.value
+    return f"actor {place.actor_id} (pid {place.pid}, {doing})"
 
 
 def rounded_since(moment: float | None, now: float) -> float | None:

@@ -9,41 +9,27 @@ What must never happen:
   - a context crosses a fork: it is made inside the process that uses it, and a socket used in another process says so;
   - a wait that cannot be ended: `wake` ends one from another thread or from a signal handler.
 
-Where sockets live: `ipc://<root>/<SOCKET_PREFIX><hash>/c`, one directory per run, mode 0700, endpoint at most
-MAX_ENDPOINT_BYTES whatever TMPDIR is. tcp needs `allow_tcp` and stays on loopback: there is no authentication here.
-
-Left to others: what the bytes mean (messages), who answers what (coordinator), resending (client).
+Left to others: where sockets live and who may connect (endpoints), what the bytes mean (messages), who answers what
+(coordinator), resending (client).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import ipaddress
 import math
 import os
-import shutil
-import socket
-import stat
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from enum import Enum
-from pathlib import Path
 from typing import Final
 
 import zmq
 
+from rollout_service.control.endpoints import check_endpoint
 from rollout_service.control.messages import MAX_MESSAGE_BYTES
 from rollout_service.errors import ConfigError, ProtocolError
-
-SOCKET_PREFIX: Final = "rs-sock-"
-"""Name prefix of the directory that holds the socket of one run."""
-SOCKET_DIR_VARIABLE: Final = "ROLLOUT_SERVICE_SOCKET_DIR"
-"""Environment variable that overrides where socket directories are made."""
-MAX_ENDPOINT_BYTES: Final = 100
-"""sun_path holds 107 bytes on Linux and 103 on macOS, without "ipc://"; one limit with room for both."""
 
 HIGH_WATER_MARK: Final = 1000
 """Messages queued per peer and direction. A peer has one or two in flight; more means that it is gone."""
@@ -55,123 +41,6 @@ RECONNECT_MS: Final = 50
 RECONNECT_MAX_MS: Final = 1000
 BACKLOG: Final = 512
 """Pending connections: two per actor may arrive at once."""
-
-_UNBOUND_STALE_AFTER_S: Final = 60.0
-"""A directory without a socket belongs to a run about to bind, unless it is older than this."""
-_SILENT_STALE_AFTER_S: Final = 1.0
-"""Between bind and listen a live socket refuses connections for a moment (microseconds); never take that for death."""
-
-
-# --- where sockets live ----------------------------------------------------------------------------------------------
-
-
-def socket_root() -> Path:
-    """The directory in which socket directories are made: the first usable one whose endpoints stay short enough.
-
-    Order: ROLLOUT_SERVICE_SOCKET_DIR (alone, if set), TMPDIR, XDG_RUNTIME_DIR, /tmp.
-    Raises ConfigError naming the path and the limit.
-    """
-    override = os.environ.get(SOCKET_DIR_VARIABLE)
-    if override:
-        root = Path(override).absolute()
-        if not _usable(root):
-            raise ConfigError(f"{SOCKET_DIR_VARIABLE} is {override}: not a writable directory; create it or unset it")
-        if _endpoint_bytes(root) > MAX_ENDPOINT_BYTES:
-            raise ConfigError(
-                f"{SOCKET_DIR_VARIABLE} is {override}: an endpoint there needs {_endpoint_bytes(root)} bytes, "
-                f"the limit is {MAX_ENDPOINT_BYTES}; choose a shorter directory"
-            )
-        return root
-    candidates = [os.environ.get("TMPDIR"), os.environ.get("XDG_RUNTIME_DIR"), "/tmp"]
-    roots = [Path(text) for text in candidates if text and Path(text).is_absolute()]
-    for root in roots:
-        if _usable(root) and _endpoint_bytes(root) <= MAX_ENDPOINT_BYTES:
-            return root
-    tried = ", ".join(f"{root} ({_endpoint_bytes(root)} bytes)" for root in roots)
-    raise ConfigError(
-        f"no directory for the control socket: tried {tried}; it must be writable and give an endpoint of at most "
-        f"{MAX_ENDPOINT_BYTES} bytes; set {SOCKET_DIR_VARIABLE} to a short one"
-    )
-
-
-def socket_endpoint(token: str) -> str:
-    """`ipc://...` of the run with this token: its directory is made (0700), stale ones of crashed runs are removed.
-
-    Raises ConfigError if no directory fits, or if the directory exists and is not ours alone.
-    """
-    sweep_socket_directories()
-    directory = socket_root() / _directory_name(token)
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != _user_id() or stat.S_IMODE(found.st_mode) != 0o700:
-        raise ConfigError(
-            f"{directory} is not a directory of this user with mode 0700 (uid {found.st_uid}, "
-            f"mode {stat.S_IMODE(found.st_mode):o}); remove it or set {SOCKET_DIR_VARIABLE}"
-        )
-    return f"ipc://{directory / 'c'}"
-
-
-def remove_socket_directory(endpoint: str) -> None:
-    """Removes the directory of an `ipc://` endpoint made by `socket_endpoint`; anything else is left alone."""
-    if not endpoint.startswith("ipc://"):
-        return
-    directory = Path(endpoint.removeprefix("ipc://")).parent
-    if directory.name.startswith(SOCKET_PREFIX):
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def sweep_socket_directories(*, dry_run: bool = False) -> list[Path]:
-    """Removes this user's socket directories on which nobody listens any more; returns them."""
-    stale = [path for path in sorted(socket_root().glob(f"{SOCKET_PREFIX}*")) if _is_stale(path)]
-    if not dry_run:
-        for path in stale:
-            shutil.rmtree(path, ignore_errors=True)
-    return stale
-
-
-def _directory_name(token: str) -> str:
-    return SOCKET_PREFIX + hashlib.sha256(token.encode()).hexdigest()[:12]
-
-
-def _endpoint_bytes(root: Path) -> int:
-    return len(os.fsencode(f"ipc://{root / _directory_name('') / 'c'}"))
-
-
-def _usable(root: Path) -> bool:
-    return root.is_dir() and os.access(root, os.W_OK | os.X_OK)
-
-
-def _user_id() -> int:
-    getuid: Callable[[], int] | None = getattr(os, "getuid", None)
-    return getuid() if getuid is not None else 0
-
-
-def _is_stale(directory: Path) -> bool:
-    try:
-        found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != _user_id():
-            return False
-        age = time.time() - found.st_mtime
-        path = directory / "c"
-        if not path.exists():
-            return age > _UNBOUND_STALE_AFTER_S
-        return age > _SILENT_STALE_AFTER_S and not _listens(path)
-    except OSError:
-        return False
-
-
-def _listens(path: Path) -> bool:
-    """Does anyone accept connections on this socket file? A doubt counts as yes."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            return True
-    return True
 
 
 # --- one context per process -----------------------------------------------------------------------------------------
@@ -308,11 +177,14 @@ class Router(_Endpoint):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its identity and its place
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        before = os.umask(0o177)  # an ipc socket of mode 0600
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; is another service using it?") from None
+        finally:
+            os.umask(before)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, bytes]]:
@@ -376,34 +248,3 @@ class Dealer(_Endpoint):
                 return None
             if self._wait(min(left, POLL_SLICE_S)) is _Woken.BY_CALL:
                 return None
-
-
-def check_endpoint(endpoint: str, *, allow_tcp: bool) -> None:
-    """Raises ConfigError unless only this machine (and, for ipc, only this user) can reach a service bound there."""
-    scheme, _, address = endpoint.partition("://")
-    match scheme:
-        case "ipc":
-            if len(os.fsencode(endpoint)) > MAX_ENDPOINT_BYTES:
-                raise ConfigError(
-                    f"the endpoint {endpoint} is {len(os.fsencode(endpoint))} bytes long, the limit is "
-                    f"{MAX_ENDPOINT_BYTES}; set {SOCKET_DIR_VARIABLE} to a shorter directory"
-                )
-        case "tcp" if not allow_tcp:
-            raise ConfigError(f"{endpoint} listens on tcp, open to every local user; use ipc://, or allow tcp")
-        case "tcp":
-            host = address.rpartition(":")[0].strip("[]")
-            if host != "localhost" and not _is_loopback(host):
-                raise ConfigError(
-                    f"{endpoint} would listen beyond this machine without authentication; bind 127.0.0.1 instead"
-                )
-        case _:
-            raise ConfigError(
-                f"{endpoint!r} is not an endpoint of this service; use ipc://PATH or tcp://127.0.0.1:PORT"
-            )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -74,10 +74,11 @@ def is_id(module: object | None, name: str) -> bool:
 
 def factory_of(module: object | None, name: str, env: str) -> Any:
     """The callable of that name. Raises ConfigError."""
+    if module is None:
+        raise ConfigError(f"env {env!r} names no module; a factory is module:factory")
     factory = getattr(module, name, None)
     if not callable(factory):
-        where = "an env of your own is module:factory" if module is None else f"{getattr(module, '__name__', module)}"
-        raise ConfigError(f"env {env!r}: {where} has no callable {name!r}")
+        raise ConfigError(f"env {env!r}: {getattr(module, '__name__', module)} has no callable {name!r}")
     return factory
 
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs import registration
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from numpy.typing import NDArray
 
@@ -235,8 +236,8 @@ TASKS: Final[dict[str, type[gymnasium.Env[Any, Any]]]] = {
 def register() -> None:
     """Register the tasks with gymnasium. Calling it again does nothing."""
     for task_id, task in TASKS.items():
-        if task_id not in gymnasium.registry:
-            gymnasium.register(
+        if task_id not in registration.registry:
+            registration.register(
                 task_id, entry_point=f"{__name__}:{task.__name__}", order_enforce=False, disable_env_checker=True
             )
 

@@ -16,7 +16,7 @@ Writers: the classes. Readers: the actor's loop, evaluation. Leaves to others: v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -99,8 +99,11 @@ class EnvRows(Protocol):
     """E envs as rows of [E, *] arrays."""
 
     pulse: Pulse
-    fillers: Sequence[int]
-    """Rows whose next step only resets their env: the action is ignored, the row is not valid."""
+
+    @property
+    def fillers(self) -> Sequence[int]:
+        """Rows whose next step only resets their env: the action is ignored, the row is not valid."""
+        ...
 
     @property
     def spaces(self) -> Spaces:
@@ -120,9 +123,16 @@ class EnvRows(Protocol):
         """Start a new episode in every env; first observations into `out`, [E, *shape] per field."""
         ...
 
-    def step(self, actions: Array, out: Mapping[str, Array]) -> StepOutcome:
+    def reset_owed(self, out: Mapping[str, Array]) -> None:
+        """Make up for the resets that a hurried step left out; first observations into their rows of `out`."""
+        ...
+
+    def step(
+        self, actions: Array, out: Mapping[str, Array], hurried: Callable[[], bool] | None = None, /
+    ) -> StepOutcome:
         """One step of every env. actions [E, *]; observations that follow into `out`, [E, *shape] per field.
 
+        hurried: True lets the envs leave resets to `reset_owed`, which has to come before the next step.
         Raises EnvFault for whatever a transition cannot hold.
         """
         ...

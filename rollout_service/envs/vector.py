@@ -3,9 +3,10 @@
 Writers: the owner of the batch, one thread. It writes observations straight into the rows it is given and everything
 else into one StepOutcome that is reused: what it holds is valid until the next step.
 
-An env whose episode ends is reset within the same step: the row then holds the first observation of the next episode,
-and for a truncation the final observation is kept in the outcome. Observations are copied before any further env call,
-since an env may return one array for ever. Whatever a transition cannot hold (an exception, a NaN, a reward of two
+An env whose episode ends is reset within the same step, after all envs have made theirs: the row then holds the first
+observation of the next episode, and for a truncation the final observation is kept in the outcome. A step in a hurry
+leaves resets for later (`reset_owed`), and these rows as they were. Observations are copied before any further call of
+their env, which may return one array for ever. Whatever a transition cannot hold (an exception, a NaN, a reward of two
 numbers, an observation that does not fit its space) is an EnvFault that names env, step and last action.
 
 Never: allocation of arrays, IO or logging per step. Leaves to others: values of final observations (the actor).
@@ -14,7 +15,7 @@ Never: allocation of arrays, IO or logging per step. Leaves to others: values of
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from rollout_service.envs.make import Env, check_reset, check_step, spaces_from_gymnasium
 from rollout_service.envs.protocol import Array, FinishedEpisode, Pulse, Silent, StepOutcome
 from rollout_service.envs.reading import Misfit, all_finite, fitted, observation_fields, short, success_of
-from rollout_service.errors import EnvFault, SpaceNotSupported
+from rollout_service.errors import EnvFault, OutOfOrder, SpaceNotSupported
 from rollout_service.runspec import AutoresetMode, Spaces
 
 __all__ = ["EnvBatch", "FinishedEpisode", "Pulse", "Silent", "StepOutcome"]
@@ -55,7 +56,7 @@ class EnvBatch:
         self.pulse: Pulse = pulse or Silent()
         self.spaces = spaces
         self.autoreset: Final = AutoresetMode.ACTOR
-        self.fillers: Sequence[int] = ()
+        self.fillers: Final[Sequence[int]] = ()
         self.env_ids = env_ids
         self._envs = tuple(envs)
         self._steps = tuple(env.step for env in envs)
@@ -67,7 +68,10 @@ class EnvBatch:
         self._float_fields = [of.name for of in fields if of.dtype.kind == "f"]
         count = len(envs)
         self._outcome = StepOutcome.of(count, {of.name: (of.leaf.shape, of.dtype) for of in fields})
+        self._outcome.starting_envs = self._outcome.ended_envs  # one list: what ended begins anew at once
         self._total_rewards = [0.0] * count
+        self._owed: list[int] = []
+        """Rows whose episode has ended and whose reset is still to come."""
         self._clock = 0
         self._started = [0] * count
 
@@ -84,6 +88,7 @@ class EnvBatch:
         With seeds pending (after construction and after `reseed`) each env is seeded, its spaces too, and for envs
         that draw from them also the global generators of Python and NumPy.
         """
+        self._owed = []
         for e, env in enumerate(self._envs):
             seed = None
             if self._seeds is not None:
@@ -96,8 +101,25 @@ class EnvBatch:
         self._seeds = None
         self._check_finite(out, range(len(self._envs)), None)
 
-    def step(self, actions: Array, out: Mapping[str, Array]) -> StepOutcome:
-        """One step of every env. actions [E, *]; observations that follow into `out`, [E, *shape] per field."""
+    def reset_owed(self, out: Mapping[str, Array]) -> None:
+        """Make up for the resets that a hurried step left out; first observations into their rows of `out`."""
+        rows = tuple(self._owed)
+        while self._owed:
+            self._reset(self._owed.pop(0), out, None)
+        if rows:
+            self._check_finite(out, rows, None)
+
+    def step(
+        self, actions: Array, out: Mapping[str, Array], hurried: Callable[[], bool] | None = None, /
+    ) -> StepOutcome:
+        """One step of every env. actions [E, *]; observations that follow into `out`, [E, *shape] per field.
+
+        hurried: asked before each reset; True leaves it, and those after it, to `reset_owed`.
+        """
+        if self._owed:
+            raise OutOfOrder(
+                f"envs {self._owed} have ended and are not reset yet; call reset_owed before the next step"
+            )
         outcome = self._outcome
         rewards, totals, store, pulse = outcome.rewards, self._total_rewards, self._store, self.pulse
         if outcome.ended_envs:
@@ -129,11 +151,15 @@ class EnvBatch:
             totals[e] += reward
             if terminated or truncated:
                 outcome.terminated[e], outcome.truncated[e] = terminated, truncated
-                self._end(e, out, result, terminated, action)
+                self._end(e, result, terminated, action)
             else:
                 store(e, out, observation, action)
             e += 1
             pulse.progress = progress + e
+        if outcome.ended_envs:
+            self._owed = outcome.ended_envs.copy()
+            while self._owed and not (hurried is not None and hurried()):
+                self._reset(self._owed.pop(0), out, None)
         self._check_finite(out, range(e), actions)
         return outcome
 
@@ -144,8 +170,8 @@ class EnvBatch:
 
     # ------------------------------------------------------------------------------------------- episode boundaries
 
-    def _end(self, e: int, out: Mapping[str, Array], result: Any, terminated: bool, action: Any) -> None:
-        """Record the episode, keep the final observation of a truncation, start the next episode."""
+    def _end(self, e: int, result: Any, terminated: bool, action: Any) -> None:
+        """Record the episode, keep the final observation of a truncation."""
         outcome = self._outcome
         observation, info = result[0], result[4]
         outcome.ended_envs.append(e)
@@ -162,7 +188,6 @@ class EnvBatch:
                 truncated=not terminated,
             )
         )
-        self._reset(e, out, None)
 
     def _reset(self, e: int, out: Mapping[str, Array], seed: int | None) -> None:
         phase = self.pulse.phase

@@ -77,9 +77,10 @@ class Launcher:
     run_dir: Path
     resume: bool
 
-    def learner(self) -> Child:
+    def learner(self, *, restored: bool = False) -> Child:
+        """restored: it follows one that was lost, and goes on from the newest checkpoint in any case."""
         arguments = ["learner", "--connect", self.endpoint, "--run-dir", str(self.run_dir)]
-        if self.resume:
+        if self.resume or restored:
             arguments.append("--resume")
         return self._start(Role.LEARNER, arguments, {}, "learner.log")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rollout_service.control.transport import sweep_socket_directories
+from rollout_service.control.endpoints import sweep_socket_directories
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.memory.segment import SegmentInfo, list_segments, sweep
 

@@ -28,7 +28,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from rollout_service.errors import RolloutServiceError
+from rollout_service.errors import RolloutServiceError, SegmentError, SegmentTooLarge
 from rollout_service.launch.cpu import CGROUP_MEMBERSHIP, CGROUP_ROOT, usable_cores
 
 DISTRIBUTION: Final = "rollout-service"
@@ -133,6 +133,18 @@ def plain_lines(checks: Sequence[Check]) -> list[str]:
     return lines
 
 
+def ok(found: str) -> Finding:
+    return Verdict.OK, found, ""
+
+
+def warning(found: str, remedy: str) -> Finding:
+    return Verdict.WARNING, found, remedy
+
+
+def problem(found: str, remedy: str) -> Finding:
+    return Verdict.PROBLEM, found, remedy
+
+
 def _guarded(name: str, check: Callable[[], Finding]) -> Check:
     try:
         return Check(name, *check())
@@ -150,53 +162,47 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Check:
 def check_platform() -> Finding:
     from rollout_service.launch.prepare import NEEDED_MODULES
 
-    here = f"{platform.system()} {platform.release()} {platform.machine()}"
+    found = f"{platform.system()} {platform.release()} {platform.machine()}"
     missing = [name for name in UNIX_MODULES if not _importable(name)]
-    found = f"{here}, without the modules {', '.join(missing)}" if missing else here
+    if missing:
+        found += f", without the modules {', '.join(missing)}"
     if not sys.platform.startswith("linux") or set(missing) & set(NEEDED_MODULES):
-        return Verdict.PROBLEM, found, "runs need Linux, for POSIX shared memory and file locks; a container will do"
-    return Verdict.OK, found, ""
+        return problem(found, "runs need Linux, for POSIX shared memory and file locks; a container will do")
+    return ok(found)
 
 
 def check_libraries() -> Finding:
+    least = _least_versions()
     versions = {name: _version(name) for name in LIBRARIES}
     found = ", ".join([f"python {platform.python_version()}", *(f"{name} {versions[name]}" for name in LIBRARIES)])
-    least = _least_versions()
     unfit = [
-        f"{name}>={least.get(name, '0')}"
+        f"'{name}>={least.get(name, '0')}'"
         for name, version in versions.items()
         if version is None or _numbers(version) < _numbers(least.get(name, "0"))
     ]
-    if unfit:
-        return Verdict.PROBLEM, found, f"pip install {' '.join(repr(each) for each in unfit)}"
-    return Verdict.OK, found, ""
+    return problem(found, f"pip install {' '.join(unfit)}") if unfit else ok(found)
 
 
 def check_torch() -> Finding:
     """In a child: torch takes seconds to import, and hundreds of MiB that this process has no use for."""
-    facts = ask_torch()
-    cores = usable_cores().count
-    threads = f"{facts['threads']} threads"
-    if not facts["devices"]:
-        found = f"{facts['version']}, {threads}, no CUDA device: the learner computes on the CPU"
-        if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
-            build = f"for CUDA {facts['cuda_build']}" if facts["cuda_build"] else "for the CPU only"
-            return (
-                Verdict.WARNING,
-                f"{found}, though a driver is here; this build is {build}",
-                (
-                    "install a CUDA build of torch that the driver supports; in a container, hand the GPU in (--gpus all)"
-                ),
-            )
+    facts, cores = ask_torch(), usable_cores().count
+    found = f"{facts['version']}, {facts['threads']} threads"
+    if facts["devices"]:
+        found += f", CUDA {facts['cuda_build']}: {', '.join(facts['devices'])}"
     else:
-        found = f"{facts['version']}, {threads}, CUDA {facts['cuda_build']}: {', '.join(facts['devices'])}"
+        found += ", no CUDA device: the learner computes on the CPU"
+        if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
+            build = f"CUDA {facts['cuda_build']}" if facts["cuda_build"] else "the CPU only"
+            return warning(
+                f"{found}, though a driver is here; this build of torch is for {build}",
+                "install a build for the CUDA version of the driver; in a container, hand the GPU in (--gpus all)",
+            )
     if facts["threads"] > cores:
-        return (
-            Verdict.WARNING,
-            f"{found}; more threads than the {cores} usable cores",
-            (f"set OMP_NUM_THREADS={cores} for programs of your own; runs choose theirs (learner_threads)"),
+        return warning(
+            f"{found}; that is more threads than the {cores} usable cores",
+            f"set OMP_NUM_THREADS={cores} for programs of your own; runs choose theirs (learner_threads)",
         )
-    return Verdict.OK, found, ""
+    return ok(found)
 
 
 def ask_torch() -> dict[str, Any]:
@@ -222,8 +228,8 @@ def check_cores() -> Finding:
     usable = usable_cores()
     found = f"{usable.count} usable of {os.cpu_count()}: {usable.reason}; num_actors auto is {usable.count}"
     if usable.count == 1:
-        return Verdict.WARNING, found, "actors and learner will take turns on one core; give this process more of them"
-    return Verdict.OK, found, ""
+        return warning(found, "actors and learner will take turns on one core; allow this process more of them")
+    return ok(found)
 
 
 def check_memory() -> Finding:
@@ -231,41 +237,35 @@ def check_memory() -> Finding:
 
     from rollout_service.memory.room import available_memory
 
-    total, left = psutil.virtual_memory().total, available_memory()
-    limit = memory_limit()
-    limited = f"the cgroup's limit is {limit / GIB:.1f} GiB" if limit is not None and limit < total else "no limit"
-    found = f"{left / GIB:.1f} GiB left of {total / GIB:.1f} GiB, {limited}"
-    roles = usable_cores().count + 1
-    if left < roles * MEMORY_OF_A_ROLE:
-        return (
-            Verdict.WARNING,
+    total, left, limit = psutil.virtual_memory().total, available_memory(), memory_limit()
+    limited = "no cgroup limit" if limit is None or limit >= total else f"the cgroup's limit is {_size(limit)}"
+    found = f"{_size(left)} left of {_size(total)}, {limited}"
+    actors = usable_cores().count
+    if left < (needed := (actors + 1) * MEMORY_OF_A_ROLE):
+        return warning(
             found,
-            (
-                f"{roles - 1} actors and a learner take about {roles * MEMORY_OF_A_ROLE / GIB:.1f} GiB besides their envs; "
-                "lower num_actors or raise the limit"
-            ),
+            f"{actors} actors and a learner take about {_size(needed)} besides their envs; lower num_actors, or raise "
+            "the limit",
         )
-    return Verdict.OK, found, ""
+    return ok(found)
 
 
 def memory_limit(*, root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> int | None:
     """Bytes that the strictest memory cgroup (v1 or v2) from this process up to `root` allows, or None."""
     places = [(root, "/", "memory.max"), (root / "memory", "/", "memory.limit_in_bytes")]
-    try:
-        for line in membership.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if not controllers:
-                places.append((root, group, "memory.max"))
-            elif "memory" in controllers.split(","):
-                places.append((root / "memory", group, "memory.limit_in_bytes"))
-    except (OSError, ValueError):
-        pass
+    for line in _text(membership).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if not controllers:
+            places.append((root, group, "memory.max"))
+        elif "memory" in controllers.split(","):
+            places.append((root / "memory", group, "memory.limit_in_bytes"))
     limits = []
     for base, group, name in places:
-        here = base / group.strip("/")
-        for directory in (here, *here.parents):
-            if directory.is_relative_to(base) and (text := _text(directory / name)).isdigit():
-                limits.append(int(text))
+        inner = base / group.strip("/")
+        # In a container the group's own path is often not mounted; its limit then stands at the root.
+        above = (directory for directory in (inner, *inner.parents) if directory.is_relative_to(base))
+        limits += [int(text) for directory in above if (text := _text(directory / name)).isdigit()]
     return min(limits, default=None)
 
 
@@ -273,59 +273,60 @@ def check_shared_memory() -> Finding:
     from rollout_service.memory.room import SHARED_MEMORY
     from rollout_service.memory.segment import Segment
 
-    remedy = "docker run --shm-size 1g, compose: shm_size"
     if not SHARED_MEMORY.is_dir():
-        return Verdict.PROBLEM, f"{SHARED_MEMORY} is missing", "runs need Linux; in a sandbox, mount a tmpfs there"
+        return problem(f"{SHARED_MEMORY} is missing", "runs need Linux; in a sandbox, mount a tmpfs there")
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    room = f"{SHARED_MEMORY}: {_size(usage.free)} free of {_size(usage.total)}"
     try:
         Segment.create(1, kind="doctor").close()
-    except PermissionError as error:
-        return (
-            Verdict.PROBLEM,
-            f"{SHARED_MEMORY}: no segment can be made: {error.strerror}",
-            "look at its mode and owner",
-        )
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    found = f"{SHARED_MEMORY}: {_size(usage.free)} free of {_size(usage.total)}; a segment could be made and locked"
+    except SegmentTooLarge:
+        return problem(f"{room}, too little for anything", f"{DISTRIBUTION} clean; or look for who fills it")
+    except SegmentError:
+        raise
+    except OSError as error:
+        return problem(f"{room}; no segment can be made: {error.strerror}", "look at its owner, mode and mount options")
+    found = f"{room}; a segment can be made and locked"
     if usage.free < SMALL_SHARED_MEMORY:
-        return Verdict.WARNING, found, f"enough for vectors, not for images; enlarge it ({remedy})"
-    return Verdict.OK, found, ""
+        return warning(found, "enough for vectors, not for images; docker run --shm-size 1g, compose: shm_size")
+    return ok(found)
 
 
 def check_locked_memory() -> Finding:
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else _size(soft)
-    return Verdict.OK, f"{limit} may be locked (memlock); a run locks none itself", ""
+    limit = "any amount" if soft == resource.RLIM_INFINITY else _size(soft)
+    return ok(f"{limit} may be locked (memlock); a run locks none itself")
 
 
-def check_descriptors() -> Finding:
+def check_open_files() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return Verdict.OK, "no limit on open files", ""
-    fits = (soft - DESCRIPTORS_OF_A_RUN) // DESCRIPTORS_OF_AN_ACTOR
-    found = f"{soft} open files per process, room for about {max(0, fits)} actors"
-    if fits < usable_cores().count:
-        return Verdict.WARNING, found, f"ulimit -n 4096 (the hard limit is {hard})"
-    return Verdict.OK, found, ""
+        return ok("no limit")
+    actors = max(0, soft - DESCRIPTORS_OF_A_RUN) // DESCRIPTORS_OF_AN_ACTOR
+    found = f"{soft} per process, room for about {actors} actors"
+    if actors < usable_cores().count:
+        return warning(found, f"ulimit -n 4096, docker run --ulimit nofile=4096 (the hard limit is {hard})")
+    return ok(found)
 
 
 def check_sockets() -> Finding:
-    from rollout_service.control.transport import MAX_ENDPOINT_BYTES, SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
+    from rollout_service.control.endpoints import MAX_ENDPOINT_BYTES, SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
 
     root = socket_root()
-    endpoint = f"ipc://{root / (SOCKET_PREFIX + '0' * 12) / 'c'}"
-    remedy = f"set {SOCKET_DIR_VARIABLE} to a directory on a local disk"
+    length = len(os.fsencode(f"ipc://{root / (SOCKET_PREFIX + '0' * 12) / 'c'}"))
     with tempfile.TemporaryDirectory(prefix="rs-doctor-", dir=root) as directory:
         try:
             with socket.socket(socket.AF_UNIX) as trial:
                 trial.bind(str(Path(directory, "c")))
         except OSError as error:
-            return Verdict.PROBLEM, f"{root} holds no sockets: {error.strerror or error}", remedy
-    length = len(os.fsencode(endpoint))
-    return Verdict.OK, f"in {root}, endpoints of {length} bytes of at most {MAX_ENDPOINT_BYTES}", ""
+            return problem(
+                f"{root} holds no sockets: {error.strerror or error}",
+                f"set {SOCKET_DIR_VARIABLE} to a directory on a local disk",
+            )
+    return ok(f"in {root}, endpoints of {length} bytes, at most {MAX_ENDPOINT_BYTES} fit")
 
 
 def check_leftovers() -> Finding:
@@ -333,10 +334,9 @@ def check_leftovers() -> Finding:
 
     alive = len(live_endpoints())
     runs = f"{alive} run{'' if alive == 1 else 's'} of this user alive"
-    leftovers = clean_up(dry_run=True)
-    if leftovers:
-        return Verdict.WARNING, f"{'; '.join(leftovers.lines())}; {runs}", f"{DISTRIBUTION} clean"
-    return Verdict.OK, f"none of dead runs; {runs}", ""
+    if leftovers := clean_up(dry_run=True):
+        return warning(f"{'; '.join(leftovers.lines())}; {runs}", f"{DISTRIBUTION} clean")
+    return ok(f"none of dead runs; {runs}")
 
 
 CHECKS: Final[dict[str, Callable[[], Finding]]] = {
@@ -347,7 +347,7 @@ CHECKS: Final[dict[str, Callable[[], Finding]]] = {
     "memory": check_memory,
     "shared memory": check_shared_memory,
     "locked memory": check_locked_memory,
-    "open files": check_descriptors,
+    "open files": check_open_files,
     "sockets": check_sockets,
     "leftovers": check_leftovers,
 }

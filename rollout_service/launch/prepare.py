@@ -14,6 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final
 
 from pydantic import ValidationError
@@ -30,6 +33,7 @@ from rollout_service.launch.children import (
 )
 from rollout_service.launch.cpu import UsableCores, usable_cores
 from rollout_service.launch.signals import Interrupted, Interruption
+from rollout_service.lifeline import role_of_this_process
 from rollout_service.runspec import RunSpec
 
 PROBE_DEADLINE_S: Final = 300.0
@@ -47,6 +51,29 @@ def require_platform() -> None:
         raise ConfigError(f"runs need Linux with POSIX shared memory and file locks; {why}")
 
 
+@contextmanager
+def outside_of_other_runs() -> Iterator[None]:
+    """Inside, a run is under way. Raises ConfigError in a role of another run, or in the middle of one in this process.
+
+    That is what becomes of a script that trains as it is imported, when its env stands in it too: whoever makes the env
+    imports the script, and would train again, and again.
+    """
+    role = "process" if _under_way.get() else role_of_this_process()
+    if role is not None:
+        raise ConfigError(
+            f"a training was started inside the {role} of another one, where the module of its env was imported; let "
+            'the script train under its main guard only: `if __name__ == "__main__":`'
+        )
+    before = _under_way.set(True)
+    try:
+        yield
+    finally:
+        _under_way.reset(before)
+
+
+_under_way: ContextVar[bool] = ContextVar("under_way", default=False)
+
+
 def _importable(name: str) -> bool:
     try:
         importlib.import_module(name)
@@ -56,13 +83,21 @@ def _importable(name: str) -> bool:
 
 
 def resolve(config: TrainConfig, cores: UsableCores | None = None) -> tuple[TrainConfig, str]:
-    """The settings with `num_actors` as a number, and a line that says how it was chosen."""
+    """The settings with `num_actors` as a number, and a line that says how it was chosen.
+
+    Raises ConfigError for a file that could not be written in the end.
+    """
     if isinstance(config.num_actors, int):
         chosen = "as set"
     else:
         cores = cores if cores is not None else usable_cores()
         chosen = f"auto: {cores.count} usable cores, {cores.reason}"
         config = validated(config.model_dump() | {"num_actors": cores.count})
+    if (dump := config.dump_batch) is not None:
+        if dump.is_dir() or not dump.absolute().parent.is_dir():
+            raise ConfigError(f"dump_batch {dump} has to be a file in a directory that exists")
+        # The learner may run in another directory than this process.
+        config = config.model_copy(update={"dump_batch": dump.absolute()})
     return config, f"{config.num_actors} actors x {config.envs_per_actor} envs ({chosen})"
 
 

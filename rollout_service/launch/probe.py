@@ -2,11 +2,12 @@
 
     python -m rollout_service.launch.probe  < TrainConfig as JSON  > RunSpec as JSON, one line
 
-It makes one env, checks it, reads its spaces, and builds the policy once for its state and parameter manifest. It is
-the only process of a launch that needs both env and torch; the parent imports neither, and no segment exists before
-it is through. An error of ours is one line `{"error": kind, "message": text}` on standard output and exit code 2.
-What an env prints goes to standard error, so that it cannot get between. `num_actors` must be a number here: "auto"
-is resolved by the caller.
+It makes the env as an actor will, tries it out, reads its spaces and autoreset mode, and builds the policy once for its
+state and parameter manifest. It is the only process of a launch that needs both env and torch; the parent imports
+neither, and no segment exists before it is through. An error of ours is one line `{"error": kind, "message": text}` on
+standard output and exit code 2. What can be run but looks wrong is a line `{"warning": text}` before the answer, and
+stands on standard error too. What an env prints goes to standard error, so that it cannot get between. `num_actors`
+must be a number here: "auto" is resolved by the caller.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import warnings
 
 from pydantic import ValidationError
 
@@ -25,29 +27,33 @@ from rollout_service.runspec import RunSpec
 EXIT_REFUSED = 2
 
 
+class EnvWarning(UserWarning):
+    """An env that can be run but looks wrong."""
+
+
 def build_run_spec(config: TrainConfig) -> RunSpec:
     """The RunSpec of a run with these settings.
 
-    Raises ConfigError for settings that cannot be run here (device, env), SpaceNotSupported, EnvFault.
+    Raises ConfigError for settings that cannot be run here (device, env), SpaceNotSupported, EnvFault. Warns
+    (EnvWarning) of an env that looks wrong.
     """
     if not isinstance(config.num_actors, int):
         raise ConfigError(f"num_actors is {config.num_actors!r}; the probe needs a number, resolve it first")
     from learner.staging import select_device
-    from rollout_service.envs.make import check_contract, make_env, spaces_from_gymnasium
+    from rollout_service.envs.check import check_env
     from rollout_service.policy.actor_critic import ActorCritic
 
     select_device(config.device)
-    env = make_env(config.env, config.env_kwargs)
-    try:
-        spaces = spaces_from_gymnasium(env.observation_space, env.action_space)
-        check_contract(env, config.env)
-    finally:
-        env.close()
-    policy = ActorCritic(spaces, config.policy_spec(), seed=config.seed)
+    found = check_env(config.env, config.env_kwargs, config.vectorize, config.envs_per_actor)
+    for warning in found.warnings:
+        warnings.warn(warning, EnvWarning, stacklevel=2)
+    policy = ActorCritic(found.spaces, config.policy_spec(), seed=config.seed)
     return RunSpec(
         env=config.env,
         env_kwargs=config.env_kwargs,
-        spaces=spaces,
+        vectorize=config.vectorize,
+        spaces=found.spaces,
+        autoreset=found.autoreset,
         policy=config.policy_spec(),
         state=policy.state_spec(),
         parameters=policy.parameter_specs(),
@@ -62,14 +68,21 @@ def build_run_spec(config: TrainConfig) -> RunSpec:
 
 def main() -> int:
     answer = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
+    said: list[str] = []
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EnvWarning)
         try:
             line = build_run_spec(TrainConfig.model_validate_json(sys.stdin.read())).to_json()
             code = 0
         except (RolloutServiceError, ValidationError) as error:
             line = json.dumps({"error": type(error).__name__, "message": str(error)})
             code = EXIT_REFUSED
-    answer.write(line + "\n")
+    for warning in caught:
+        text = str(warning.message)
+        print(f"{warning.category.__name__}: {text}", file=sys.stderr)
+        if issubclass(warning.category, EnvWarning):
+            said.append(json.dumps({"warning": text}))
+    answer.write("\n".join([*said, line]) + "\n")
     answer.flush()
     return code
 

@@ -1,6 +1,7 @@
-"""How often a lost actor is replaced, and how soon. Pure: takes `now`, returns a delay.
+"""How often a lost process is replaced, and how soon. Pure: takes `now`, returns a delay.
 
-Who asks: the supervisor, once per death. What must never happen: an endless restart loop on an env that always fails.
+Who asks: the supervisor, once per death. What must never happen: an endless restart loop, on an env that always fails
+or on an update that always fails, however long it takes to get there.
 """
 
 from __future__ import annotations
@@ -35,3 +36,43 @@ class RestartBudget:
     def spent(self) -> int:
         """Restarts granted within the window, as of the last question."""
         return len(self._granted)
+
+
+class LearnerRestarts:
+    """Whether the learner is started again: a budget of its own, and proof that starting it again helps.
+
+    What came after the last checkpoint is repeated, and may fail again. Progress is an update that the run had never
+    reached before. Deaths without progress between them:
+
+        killed (a signal, a hang, told to leave)   as often as the budget has restarts, however slowly they come
+        failed (an exception)                      once: a full disk or a lost device may be better now, a bug is not
+    """
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self.budget = RestartBudget(max_restarts, window_s)
+        self._reached = -1
+        self._deaths = 0
+        """Without progress between them."""
+        self._failures = 0
+        """Those of them that were exceptions."""
+
+    def after_death(self, *, failed: bool, reached: int, now: float) -> float | str:
+        """Seconds to wait before the learner is started again, or why it is not.
+
+        failed: it ended by an exception of its own. reached: the highest update that this run has ever finished.
+        """
+        if reached > self._reached:
+            self._reached, self._deaths, self._failures = reached, 0, 0
+        self._deaths += 1
+        self._failures += failed
+        if failed and self._failures > 1:
+            return f"it had failed before, and since then the run got no further than update {reached}"
+        if 0 < self.budget.max_restarts < self._deaths:
+            return f"it died {self._deaths} times while the run got no further than update {reached} (max_restarts)"
+        delay = self.budget.spend(0, now)
+        if delay is None:
+            return (
+                f"all {self.budget.max_restarts} restarts within {self.budget.window_s:g} s are used up "
+                "(max_restarts, restart_window)"
+            )
+        return delay

@@ -32,7 +32,7 @@ CONFIG_FILE: Final = "config.toml"
 OWN_ENTRIES: Final = (CONFIG_FILE, "run.log", "metrics.jsonl", "tensorboard", "logs", "checkpoints")
 """What a run writes here, and so what a new run may move aside; anything else is the user's."""
 MARKS_OF_A_RUN: Final = ("metrics.jsonl", "checkpoints")
-NOT_SAVED: Final = frozenset({"run_dir", "resume", "serial", "json_output"})
+NOT_SAVED: Final = frozenset({"run_dir", "resume", "serial", "json_output", "dump_batch", "dump_batch_update"})
 """Settings that say how one command was run, not what the run is."""
 
 
@@ -42,6 +42,9 @@ class ResumePoint:
 
     updates: int = 0
     env_steps: int = 0
+    checkpoint: Path | None = None
+    warnings: tuple[str, ...] = ()
+    """One line per newer checkpoint that is damaged."""
 
 
 def default_run_directory(env: str, token: str, now: datetime) -> Path:
@@ -136,11 +139,24 @@ def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
+def newest_point(path: Path) -> ResumePoint:
+    """Where a learner that is started now goes on; zeros and no checkpoint if there is no usable one."""
+    from rollout_service import checkpoint as checkpoints
+
+    found = checkpoints.newest(path)
+    warnings = tuple(found.warnings())
+    if found.checkpoint is None:
+        return ResumePoint(warnings=warnings)
+    manifest = found.checkpoint.manifest
+    return ResumePoint(manifest.update, manifest.env_steps, found.checkpoint.path, warnings)
+
+
 def _resume_point(path: Path) -> ResumePoint:
     from rollout_service import checkpoint as checkpoints
 
-    manifest = checkpoints.require(path).checkpoint.manifest
-    return ResumePoint(manifest.update, manifest.env_steps)
+    usable = checkpoints.require(path)
+    manifest = usable.checkpoint.manifest
+    return ResumePoint(manifest.update, manifest.env_steps, usable.checkpoint.path, usable.warnings)
 
 
 def _move_aside(path: Path) -> Path | None:

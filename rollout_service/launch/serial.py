@@ -67,7 +67,7 @@ def run_serial(config: TrainConfig, on_update: Callable[[SerialUpdate], None] | 
     total = check_fits_one_rollout(config, spec.num_actors)
     try:
         with SerialRun(config, spec, Trainer(config, spec, total_updates=total)) as run:
-            while run.trainer.updates_done < total:
+            while not run.trainer.finished:
                 update = run.one_update()
                 if on_update is not None:
                     on_update(update)
@@ -140,7 +140,7 @@ class SerialRun:
         slots = self.spec.bank(self.bank)
         return self.learn([self.collect(actor, slot) for actor, slot in zip(self.actors, slots, strict=True)])
 
-    def collect(self, actor: Actor, slot: int, preempted: Callable[[], bool] | None = None) -> int:
+    def collect(self, actor: Actor, slot: int, preempted: Callable[[int], bool] | None = None) -> int:
         """One lease, as the coordinator would grant it. Returns its valid_steps; `preempted` may end it early."""
         import torch
 
@@ -172,7 +172,7 @@ class SerialRun:
         self.publish()
         self.bank = other
         self._seeded = set(self.spec.bank(other)) if self.spec.state_strategy is StateStrategy.STORED else set()
-        if update % self.config.checkpoint_interval == 0 or update == self.trainer.total_updates:
+        if update % self.config.checkpoint_interval == 0 or self.trainer.finished:
             self._save()
         now = time.monotonic()
         self.metrics.update(

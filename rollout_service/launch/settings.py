@@ -2,9 +2,10 @@
 
     rollout-service train --preset tmaze --config mine.toml --num-steps 64
 
-Who calls: the command line. The options are the fields of TrainConfig and nothing else, so a new setting is one line in
-`config.py`. What must never happen: a check that fails on a value which a stronger source replaces, or torch imported
-for `--help`. Left to others: what the values mean and which limits they have (config).
+Who calls: the command line. The options are the fields of TrainConfig, and the few that say where settings come from or
+where to listen, so a new setting is one line in `config.py`. What must never happen: a check that fails on a value
+which a stronger source replaces, or torch imported for `--help`. Left to others: what the values mean and which limits
+they have (config).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
 
 import tyro
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -26,9 +27,10 @@ from rollout_service.errors import ConfigError
 from rollout_service.launch.prepare import validated
 from rollout_service.launch.rundir import CONFIG_FILE
 
-PROGRAM: Final = "rollout-service train"
-SOURCES: Final = ("preset", "config")
-"""Options that name a source and are no settings themselves."""
+if TYPE_CHECKING:
+    from rollout_service.launch.run import Door
+
+PROGRAM: Final = "rollout-service"
 BORDER: Final = "│"
 
 
@@ -70,20 +72,46 @@ class TrainArguments(TrainConfig):
     """TOML file with settings by these names, e.g. the config.toml of an earlier run."""
 
 
+class ServeArguments(TrainArguments):
+    """Serve: a run whose learner and actors are started by hand, before this or after it."""
+
+    endpoint: str | None = None
+    """Where to listen: ipc:///DIRECTORY/NAME, in a directory in which nobody else may write. Default: one made for this
+    run. It is printed as the first line on standard output."""
+    allow_tcp: bool = False
+    """Allow an endpoint tcp://127.0.0.1:PORT, which every user of this machine can connect to."""
+
+
+COMMANDS: Final[dict[type[TrainArguments], str]] = {TrainArguments: "train", ServeArguments: "serve"}
+
+
 def parse_train(words: Sequence[str]) -> TrainConfig:
     """The settings of `rollout-service train <words>`.
 
     Raises ConfigError in one line for anything that is wrong; SystemExit(0) after printing `--help`.
     """
-    given = _options(words, TrainConfig().model_dump())
+    return _parse(words, TrainArguments)[0]
+
+
+def parse_serve(words: Sequence[str]) -> tuple[TrainConfig, Door]:
+    """The settings of `rollout-service serve <words>`, and where it is to listen. Raises as `parse_train` does."""
+    from rollout_service.launch.run import Door
+
+    config, beyond = _parse(words, ServeArguments)
+    return config, Door(beyond["endpoint"], beyond["allow_tcp"])
+
+
+def _parse(words: Sequence[str], kind: type[TrainArguments]) -> tuple[TrainConfig, dict[str, Any]]:
+    """The settings of a run, and what the command line says besides."""
+    given = _options(words, TrainConfig().model_dump(), kind)
     base, origin = _sources(given)
     if origin:
         # Once more, with the weaker sources as defaults: what the line does not say comes from them.
-        given = _options(words, TrainConfig().model_dump() | base)
-    settings = {name: value for name, value in given.items() if name not in SOURCES}
+        given = _options(words, TrainConfig().model_dump() | base, kind)
+    settings = {name: value for name, value in given.items() if name in TrainConfig.model_fields}
     weaker = base.get("env_kwargs", {}) if settings["env"] == base.get("env", settings["env"]) else {}
     settings["env_kwargs"] = weaker | settings["env_kwargs"]
-    return validated(settings)
+    return validated(settings), given
 
 
 def _sources(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -129,48 +157,49 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     if unknown := sorted(set(settings) - set(TrainConfig.model_fields)):
         raise ConfigError(
-            f"config file {path} has settings that do not exist: {', '.join(unknown)}; see {PROGRAM} --help"
+            f"config file {path} has settings that do not exist: {', '.join(unknown)}; see {PROGRAM} train --help"
         )
     if not isinstance(settings.get("env_kwargs", {}), dict):
         raise ConfigError(f"config file {path}: env_kwargs must be a table, e.g. env_kwargs = {{ corridor = 20 }}")
     return settings
 
 
-def _options(words: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _options(words: Sequence[str], defaults: Mapping[str, Any], kind: type[TrainArguments]) -> dict[str, Any]:
     """The command line over `defaults`, unchecked beyond types. Raises ConfigError in one line."""
-    start = TrainArguments.model_construct(**{**defaults, "env_kwargs": {}, "preset": None, "config": None})
+    start = kind.model_construct(**{**defaults, "env_kwargs": {}})
+    program = f"{PROGRAM} {COMMANDS[kind]}"
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
             chosen = tyro.cli(
-                TrainArguments,
-                prog=PROGRAM,
+                kind,
+                prog=program,
                 default=start,
                 args=list(words),
-                registry=_registry(),
+                registry=_registry(kind),
                 config=(tyro.conf.EnumChoicesFromValues,),
             )
     except SystemExit as leaving:
         if leaving.code in (0, None):
             raise
-        raise ConfigError(f"{_first_words(complaint.getvalue())}; see {PROGRAM} --help") from None
+        raise ConfigError(f"{_first_words(complaint.getvalue())}; see {program} --help") from None
     return dict(vars(chosen) if not isinstance(chosen, dict) else chosen)
 
 
-def _registry() -> tyro.constructors.ConstructorRegistry:
+def _registry(kind: type[TrainArguments]) -> tyro.constructors.ConstructorRegistry:
     """Makes the parser hand back a plain dict, so that checks run once, on the merged settings, with our own words."""
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.struct_rule
     def unchecked(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
-        if info.type is not TrainArguments:
+        if info.type is not kind:
             return None
-        hints = get_type_hints(TrainArguments, include_extras=True)
+        hints = get_type_hints(kind, include_extras=True)
         fields = tuple(
             tyro.constructors.StructFieldSpec(
                 name=name, type=hints[name], default=getattr(info.default, name), helptext=field.description
             )
-            for name, field in TrainArguments.model_fields.items()
+            for name, field in kind.model_fields.items()
         )
         return tyro.constructors.StructConstructorSpec(instantiate=dict, fields=fields)
 

@@ -19,6 +19,8 @@ from rollout_service.memory.slots import KIND as ROLLOUT_KIND
 
 ANSWER_DEADLINE_S: Final = 3.0
 RESEND_S: Final = 0.5
+SHOWN_WAIT_S: Final = 5.0
+"""Younger waits are rollouts under way."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ def render(run: RunStatus) -> str:
         "  slots    " + "   ".join(f"{state} {count}" for state, count in report["slots"].items()),
         "  learner  " + ("none" if learner is None else f"pid {learner['pid']}   {learner['state']}"),
     ]
-    header = ("actor", "inc", "pid", "state", "steps/s", "lag", "silent")
+    if (waiting := report.get("waiting_for")) and (waited := report.get("waiting_seconds") or 0.0) >= SHOWN_WAIT_S:
+        lines.append(f"  waiting  {waited:.0f} s for {', '.join(waiting)}")
+    header = ("actor", "inc", "pid", "state", "steps/s", "waited for", "lag", "silent")
     rows = [header] + [
         (
             str(actor["actor_id"]),
@@ -108,6 +112,7 @@ def render(run: RunStatus) -> str:
             _text(actor["pid"]),
             actor["state"],
             f"{actor['steps_per_second']:,.0f}",
+            f"{actor.get('waited_share', 0.0):.0%}",
             _text(actor["lag"]),
             _text(actor["silent_seconds"]),
         )

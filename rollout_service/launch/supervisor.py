@@ -1,16 +1,20 @@
-"""The supervisor: starts the processes of a run, replaces actors that die or hang, and ends everything once.
+"""The supervisor: starts the processes of a run, replaces those that die or hang, and ends everything once.
+
+Without a launcher it starts nobody: actors and learner come by themselves, as guests.
 
     inbox <- events of the coordinator | ChildEnded | Interruption        one queue, one thread, no polling
 
     phase      leaves by                                                               what is done meanwhile
-    RUNNING    last update | Ctrl-C, SIGTERM | learner dead | budget spent | failure   replace actors, log, draw
-    STOPPING   no child left                                                           STOP; SIGTERM, SIGKILL when
-    overdue
+    RUNNING    last update | Ctrl-C, SIGTERM | budget spent | failure                  replace children, log, draw
+    STOPPING   no child left, no guest left or worth waiting for                       STOP; SIGTERM, SIGKILL for
+                                                                                       children that are overdue
 
 Who writes: the main thread alone starts, signals and reaps children, writes logs and draws; the coordinator runs in the
-server's thread and is spoken to through `server.submit`. What must never happen: an exit that leaves a process, a
-segment or a socket behind, whichever way the run ends; file IO in the coordinator's thread; torch in this process.
-Left to others: how a child is started and described (children), when an actor comes back (restarts), numbers (observe).
+server's thread and is spoken to through `server.submit`. A new actor starts its envs anew; a new learner goes on from
+the newest checkpoint, and the logs are cut back to it. What must never happen: an exit that leaves a process, a segment
+or a socket behind, whichever way the run ends; file IO in the coordinator's thread; torch in this process.
+Left to others: how a child is started and described (children), when one comes back (restarts), processes that were
+started by hand (guests), numbers (observe).
 """
 
 from __future__ import annotations
@@ -26,24 +30,25 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from rollout_service.config import OnActorFailure, TrainConfig
+from rollout_service.config import OnActorFailure
 from rollout_service.control import events
+from rollout_service.control.coordinator import FINISHED
 from rollout_service.control.messages import Role
-from rollout_service.control.server import Server
 from rollout_service.launch.children import Child, ChildEnded, Launcher, describe_exit, kill_with_descendants
+from rollout_service.launch.guests import Guests
 from rollout_service.launch.restarts import RestartBudget
+from rollout_service.launch.run import Run
 from rollout_service.launch.signals import Interruption
+from rollout_service.launch.succession import Succession
 from rollout_service.lifeline import STACK_DUMP_SIGNAL
-from rollout_service.observe.journal import Journal
-from rollout_service.observe.logs import RunLogs
-from rollout_service.observe.metrics import RunMetrics, log_record
-from rollout_service.observe.progress import Progress
+from rollout_service.observe.metrics import log_record
+from rollout_service.observe.stragglers import StragglerWatch, gone_without, overdue
 
 EXIT_FAILED: Final = 1
 STACK_DUMP_S: Final = 0.5
-"""A stuck actor gets this long to write its stacks before it is killed."""
+"""A stuck child gets this long to write its stacks before it is killed."""
 START_DEADLINE_S: Final = 120.0
-"""From an actor's process start to its JOIN: importing torch and making its envs. Longer means that it hangs."""
+"""From a process start to an actor's JOIN or the learner's HELLO: importing torch, making envs. Longer is a hang."""
 
 
 class How(Enum):
@@ -88,48 +93,49 @@ class Supervisor:
 
     def __init__(
         self,
-        config: TrainConfig,
-        *,
-        num_actors: int,
-        launcher: Launcher,
-        server: Server,
-        inbox: queue.SimpleQueue[object],
-        metrics: RunMetrics,
-        journal: Journal,
-        logs: RunLogs,
-        progress: Progress,
+        run: Run,
+        launcher: Launcher | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
-        self.num_actors = num_actors
+        self.config = config = run.config
+        self.path = run.path
+        self.num_actors = run.num_actors
         self.launcher = launcher
-        self.server = server
-        self.inbox = inbox
-        self.metrics = metrics
-        self.journal = journal
-        self.logs = logs
-        self.progress = progress
+        self.server = run.server
+        self.inbox = run.inbox
+        self.metrics = run.metrics
+        self.journal = run.journal
+        self.logs = run.logs
+        self.progress = run.progress
         self.clock = clock
+        self.guests = Guests(run, is_child=self._is_child, failed=self._guest_failed)
         self.budget = RestartBudget(config.max_restarts, config.restart_window)
+        self.learners = Succession(run)
         self.ending: Ending | None = None
         self._alive: dict[int, Child] = {}
+        self._started: set[tuple[Role, int]] = set()
         self._joined: set[tuple[int, int]] = set()
+        self._welcomed_learners: set[int] = set()
         self._killed_for: dict[int, str] = {}
-        self._last_words: dict[tuple[Role, int, int], str] = {}
+        self._last_words: dict[int, str] = {}
+        """Pid -> traceback."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._stopping_since = 0.0
         self._terminated: set[int] = set()
         self._shown_at = -math.inf
+        self.stragglers = StragglerWatch(preempts=config.preempt_share < 1.0)
 
     def run(self) -> Ending:
-        """Starts all children, returns when none is left. Any exception ends them too."""
+        """Starts all children, returns when nobody is left. Any exception ends the children too."""
         try:
-            self._adopt(self.launcher.learner())
-            for actor_id in range(self.num_actors):
-                self._adopt(self.launcher.actor(actor_id, 0))
+            if self.launcher is not None:
+                self._adopt(self.launcher.learner())
+                for actor_id in range(self.num_actors):
+                    self._adopt(self.launcher.actor(actor_id, 0))
             self.logs.open()
-            while self.ending is None or self._alive:
+            self._look_at_guests()
+            while self.ending is None or self._alive or self.guests:
                 self._turn()
         finally:
             self._kill_all()
@@ -156,6 +162,8 @@ class Supervisor:
 
     def _react(self, message: object) -> None:
         now = self.clock()
+        if self.guests.notice(message):
+            return
         match message:
             case ChildEnded(process=process):
                 if child := self._alive.pop(process.pid, None):
@@ -171,7 +179,9 @@ class Supervisor:
                     actor_id=message.actor_id,
                 )
             case events.BatchFormed():
-                self.metrics.batch(message.waited_for)
+                self._batch_formed(message, now)
+            case events.BatchOverdue():
+                self.journal.say(overdue(message))
             case events.UpdateFinished():
                 self._update_finished(message, now)
             case events.ActorJoined():
@@ -179,11 +189,24 @@ class Supervisor:
                 self.metrics.actor_joined(message.actor_id)
             case events.ActorStuck():
                 self._actor_stuck(message)
+            case events.PeerWelcomed(role=Role.LEARNER):
+                self._welcomed_learners.add(message.pid)
+            case events.PeerWelcomed():
+                pass
+            case events.LearnerReady():
+                self.learners.ready(message, now)
+            case events.LearnerStuck():
+                limit = f"(learner_timeout {self.config.learner_timeout:g} s)"
+                self._learner_stuck(message.pid, f"was stuck in {message.phase} for {message.seconds:.1f} s {limit}")
+            case events.LearnerSilent():
+                self._learner_stuck(message.pid, f"sent no heartbeat for {message.seconds:.1f} s")
             case events.PeerLeft():
-                key = (message.role, -1 if message.actor_id is None else message.actor_id, message.incarnation)
-                self._last_words[key] = message.traceback
+                self._last_words[message.pid] = message.traceback
             case events.PeerRefused():
                 self.journal.say(f"{message.role.value} (pid {message.pid}) was turned away: {message.reason}")
+            case events.RunFinished(reason) if reason != FINISHED and self.ending is None:
+                self.journal.say(reason)
+                self._stop(Ending(How.FAILED, reason, EXIT_FAILED))
             case events.RunFinished():
                 self._stop(Ending(How.FINISHED, message.reason, 0))
             case events.ServerFailed():
@@ -196,17 +219,22 @@ class Supervisor:
 
     def _adopt(self, child: Child) -> None:
         self._alive[child.process.pid] = child
+        self._started.add((child.role, child.process.pid))
         self.journal.note(f"started {child.name}")
-        if child.role is Role.ACTOR:
-            self._after(START_DEADLINE_S, lambda: self._check_joined(child))
+        self._after(START_DEADLINE_S, lambda: self._check_joined(child))
+
+    def _has_joined(self, child: Child) -> bool:
+        if child.role is Role.LEARNER:
+            return child.process.pid in self._welcomed_learners
+        return (child.actor_id, child.incarnation) in self._joined
 
     def _check_joined(self, child: Child) -> None:
-        if (child.actor_id, child.incarnation) not in self._joined:
+        if not self._has_joined(child):
             self._kill_stuck(child, f"did not join within {START_DEADLINE_S:g} s of its start")
 
     def _child_ended(self, child: Child, code: int, now: float) -> None:
         self.journal.note(f"{child.name} ended with {describe_exit(code)}")
-        words = self._last_words.pop((child.role, child.actor_id, child.incarnation), "") or child.log_tail()
+        words = self._last_words.pop(child.process.pid, "") or child.log_tail()
         if child.role is Role.ACTOR:
             self.metrics.actor_left(child.actor_id)
         if self.ending is not None:
@@ -215,15 +243,28 @@ class Supervisor:
                 self.journal.say(f"{child.name} ended with {describe_exit(code)} while stopping\n{words}".rstrip())
             return
         if child.role is Role.LEARNER:
-            self._learner_ended(child, code, words)
+            self._learner_ended(child, code, words, now)
         else:
             self._actor_ended(child, code, words, now)
 
-    def _learner_ended(self, child: Child, code: int, words: str) -> None:
-        """The learner holds the optimiser: without it the run ends. A restart from its checkpoint would begin here."""
-        self.server.submit(lambda coordinator, at: coordinator.learner_lost(at))
-        self.journal.say(f"{child.name} ended with {describe_exit(code)}\n{words}".rstrip())
-        self._stop(Ending(How.FAILED, f"the learner ended with {describe_exit(code)}", EXIT_FAILED))
+    def _learner_ended(self, child: Child, code: int, words: str, now: float) -> None:
+        """Another one goes on from the newest checkpoint, unless that would only end the same way."""
+        pid = child.process.pid
+        self.server.submit(lambda coordinator, at: coordinator.learner_lost(at, pid))
+        reason = self._killed_for.pop(pid, f"ended with {describe_exit(code)}")
+        delay = self.learners.after_death(child, reason, code, words, now)
+        if delay is None:
+            self._stop(Ending(How.FAILED, f"the learner {reason}", EXIT_FAILED))
+        else:
+            self._after(delay, self._restore_learner)
+
+    def _restore_learner(self) -> None:
+        if self.ending is None and self.launcher is not None:
+            self._adopt(self.launcher.learner(restored=True))
+
+    def _learner_stuck(self, pid: int, text: str) -> None:
+        if (child := self._alive.get(pid)) is not None:
+            self._kill_stuck(child, text)
 
     def _actor_ended(self, child: Child, code: int, words: str, now: float) -> None:
         actor_id, incarnation = child.actor_id, child.incarnation
@@ -249,15 +290,12 @@ class Supervisor:
         self._after(delay, lambda: self._replace(actor_id, incarnation + 1))
 
     def _replace(self, actor_id: int, incarnation: int) -> None:
-        if self.ending is None:
+        if self.ending is None and self.launcher is not None:
             self._adopt(self.launcher.actor(actor_id, incarnation))
 
     def _actor_stuck(self, event: events.ActorStuck) -> None:
         text = f"was stuck in {event.phase} for {event.seconds:.1f} s (step_timeout {self.config.step_timeout:g} s)"
-        child = self._alive.get(event.pid)
-        if child is None or (child.actor_id, child.incarnation) != (event.actor_id, event.incarnation):
-            self.journal.say(f"actor {event.actor_id} (pid {event.pid}), not started by this service, {text}")
-        else:
+        if (child := self._alive.get(event.pid)) is not None:
             self._kill_stuck(child, text)
 
     def _kill_stuck(self, child: Child, why: str) -> None:
@@ -275,12 +313,44 @@ class Supervisor:
     def _after(self, delay: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (self.clock() + delay, next(self._timer_numbers), action))
 
+    # Guests
+
+    def _is_child(self, role: Role, pid: int) -> bool:
+        """Also of one that is dead: what it said may be heard after its end."""
+        return (role, pid) in self._started
+
+    def _guest_failed(self, reason: str) -> None:
+        if self.config.on_actor_failure is OnActorFailure.STOP:
+            self._stop(Ending(How.FAILED, reason, EXIT_FAILED))
+
+    def _look_at_guests(self) -> None:
+        self.guests.look()
+        self._after(self.guests.look_every_s, self._look_at_guests)
+
     # Numbers
+
+    def _batch_formed(self, event: events.BatchFormed, now: float) -> None:
+        self.metrics.batch(
+            waited_for=event.waited_for,
+            wait_s=event.wait_s,
+            partial=len(event.partial),
+            late=len(event.late),
+            now=now,
+        )
+        for text in (gone_without(event), self.stragglers.notice(self.metrics.slowest())):
+            if text is not None:
+                self.journal.say(text)
 
     def _update_finished(self, event: events.UpdateFinished, now: float) -> None:
         self.metrics.update(
-            update=event.update, env_steps=event.env_steps, figures=event.metrics, seconds=event.seconds, now=now
+            update=event.update,
+            env_steps=event.env_steps,
+            figures=event.metrics,
+            seconds=event.seconds,
+            now=now,
+            version=event.version,
         )
+        self.learners.finished(event.update)
         self.logs.write(event.env_steps, event.update, log_record(self.metrics.summary(now)))
         if event.checkpoint is not None:
             self.journal.note(f"checkpoint {event.checkpoint}")
@@ -302,9 +372,11 @@ class Supervisor:
         self.ending = ending
         self._stopping_since = self.clock()
         self._timers.clear()
+        self.guests.told_to_leave()
+        self._look_at_guests()
         self.server.submit(lambda coordinator, at: coordinator.stop(ending.reason, at))
         for child in self._alive.values():
-            if child.role is Role.ACTOR and (child.actor_id, child.incarnation) not in self._joined:
+            if not self._has_joined(child):
                 # Still importing: it cannot hear STOP, and has nothing to save.
                 self._terminate(child)
 
@@ -313,6 +385,9 @@ class Supervisor:
         if self.ending is None:
             return
         waited = now - self._stopping_since
+        for role in (Role.ACTOR, Role.LEARNER):
+            if waited >= PATIENCE[self.ending.how, role].kill_s:
+                self.guests.give_up(role, waited)
         due = []
         for child in self._alive.values():
             patience = PATIENCE[self.ending.how, child.role]

@@ -272,15 +272,8 @@ class Segment:
             raise SegmentMismatch(f"segment {name} holds {match['kind']}, wanted was {kind}")
         try:
             shm: SharedMemory = _untracked_class()(name)
-        except FileNotFoundError as error:
-            raise SegmentNotFound(
-                f"segment {name} is not visible from this process: its run has ended, or this container has a "
-                f"{SHARED_MEMORY} of its own (share it: docker run --ipc, compose: ipc)"
-            ) from error
-        except PermissionError as error:
-            raise SegmentMismatch(f"segment {name} belongs to another user; run all processes under one uid") from error
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise SegmentMismatch(f"segment {name} cannot be mapped ({error}); its creation was cut short") from error
+            raise cannot_open(name, error) from error
         try:
             header = _checked_header(name, _mapped(shm)[:HEADER_BYTES].tobytes(), shm.size, min_bytes, layout_version)
             return cls(name, shm, header, None)
@@ -320,6 +313,24 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.name!r}, {self.nbytes} bytes, {'owner' if self.owner else 'attached'})"
+
+
+def cannot_open(name: str, error: OSError | ValueError) -> SegmentError:
+    """Why a segment of another process cannot be used from here, as the error to raise."""
+    match error:
+        case FileNotFoundError():
+            return SegmentNotFound(
+                f"segment {name} is not visible from this process: its run has ended, or this container has a "
+                f"{SHARED_MEMORY} of its own (share it: docker run --ipc, compose: ipc)"
+            )
+        case PermissionError():
+            found = os.stat(SHARED_MEMORY / name)
+            return SegmentMismatch(
+                f"segment {name} belongs to uid {found.st_uid}, mode {found.st_mode & 0o777:04o}; this process is uid "
+                f"{os.geteuid()}: run all processes of a run under one uid"
+            )
+        case _:
+            return SegmentMismatch(f"segment {name} cannot be mapped ({error}); its creation was cut short")
 
 
 def _checked_header(name: str, raw: bytes, size: int, min_bytes: int, layout_version: int) -> SegmentHeader:

@@ -1,8 +1,8 @@
 """`metrics.jsonl`: one line per update, appended; x is the real env steps over all actors.
 
 Writer: the supervisor's main thread, the only one. Readers: plots, tests, people.
-What must never happen: two curves in one file. A resumed run goes on from its checkpoint, so lines beyond that step,
-written by the part of the run that was lost, are dropped before the first new one.
+What must never happen: two curves in one file. A resumed run, or a run whose learner was restored, goes on from a
+checkpoint: lines beyond that step, written by the part of the run that was lost, are dropped before the first new one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class JsonLog:
 
     def __init__(self, path: Path, *, resume_at: int = 0) -> None:
         """resume_at: env steps of the checkpoint the run goes on from; 0 starts the file anew."""
+        self._path = path
         keep_lines_up_to(path, resume_at)
         self._file = path.open("a", encoding="utf-8")
 
@@ -27,6 +28,12 @@ class JsonLog:
         entry = {"env_steps": env_steps, "update": update, "wall_time": round(wall_time, 3), **scalars}
         self._file.write(json.dumps(entry) + "\n")
         self._file.flush()
+
+    def cut_back(self, env_steps: int) -> None:
+        """Drops the lines beyond `env_steps`; the next one follows what is left. Readers find a new file."""
+        self._file.close()
+        keep_lines_up_to(self._path, env_steps)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()

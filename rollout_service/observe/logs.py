@@ -1,8 +1,8 @@
 """The log files of a run, written together: `metrics.jsonl`, and TensorBoard events if wanted.
 
 Writer: the supervisor's main thread (or the serial run's only one). x is the real env steps over all actors; the steps
-of a resumed run go on where its checkpoint was. What must never happen: a start delayed by the import of TensorBoard,
-which is why files are opened by `open`, after the children were started.
+of a resumed run, or after a restart of the learner, go on where the checkpoint was. What must never happen: a start
+delayed by the import of TensorBoard, which is why files are opened by `open`, after the children were started.
 """
 
 from __future__ import annotations
@@ -46,6 +46,13 @@ class RunLogs:
             self._json.write(env_steps, update, now, scalars)
         if self._events is not None:
             self._events.write(env_steps, now, scalars)
+
+    def cut_back(self, env_steps: int) -> None:
+        """Takes back everything beyond `env_steps`: the part of the run that wrote it was lost."""
+        if self._json is not None:
+            self._json.cut_back(env_steps)
+        if self._events is not None:
+            self._events.cut_back(env_steps, time.time())
 
     def close(self) -> None:
         self._stack.close()

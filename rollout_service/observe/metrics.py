@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from rollout_service.control.waits import Slowest, WaitShares
+
 RETURN_WINDOW: Final = 100
 """return_mean and length_mean are over the last this many finished episodes."""
 SUCCESS_WINDOW: Final = 1000
@@ -45,6 +47,7 @@ class Summary:
     total_steps: int
     updates: int
     total_updates: int
+    """At the end, if all that is still to come are full rollouts."""
     episodes: int
     return_mean: float | None
     success_rate: float | None
@@ -58,15 +61,18 @@ class Summary:
     num_actors: int
     restarts: int
     slowest_actor: int | None
-    """The actor that batches waited for most often."""
+    """The actor that the others waited for longest, over the last minute."""
     slowest_share: float
-    """Share of batches that waited for it."""
+    """Share of that time in which they did."""
     actor_split: Mapping[str, float]
     """Phase -> share of the actors' time, over the last updates."""
     learner_split: Mapping[str, float]
     figures: Mapping[str, float]
     """The learner's figures of the last update."""
     counters: Mapping[str, int]
+    version: int | None = None
+    """Of the weights that the last update made."""
+    learner_restarts: int = 0
 
 
 @dataclass
@@ -80,6 +86,8 @@ class RunMetrics:
     env_steps: int = 0
     updates: int = 0
     restarts: int = 0
+    learner_restarts: int = 0
+    version: int | None = None
     episodes: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
@@ -96,7 +104,7 @@ class RunMetrics:
         self._learner_phases: deque[Mapping[str, float]] = deque(maxlen=RECENT_UPDATES)
         self._last_commit: dict[int, float] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT_UPDATES + 1)
-        self._waits: Counter[int] = Counter()
+        self._waits = WaitShares()
 
     def actor_joined(self, actor_id: int) -> None:
         self._alive.add(actor_id)
@@ -135,15 +143,27 @@ class RunMetrics:
         self._actor_phases.append(phases)
         self.counters.update(counters)
 
-    def batch(self, waited_for: int | None) -> None:
-        if waited_for is not None:
-            self._waits[waited_for] += 1
+    def batch(self, *, waited_for: int, wait_s: float, partial: int = 0, late: int = 0, now: float) -> None:
+        """One batch went to the learner. partial, late: how many slots were cut short, or left out."""
+        self._waits.add(waited_for, wait_s, now)
+        self.counters.update({"partial_rollouts": partial, "late_actors": late})
+
+    def slowest(self) -> Slowest | None:
+        """The actor that the others waited for longest."""
+        return self._waits.slowest()
 
     def update(
-        self, *, update: int, env_steps: int, figures: Mapping[str, float], seconds: Mapping[str, float], now: float
+        self,
+        *,
+        update: int,
+        env_steps: int,
+        figures: Mapping[str, float],
+        seconds: Mapping[str, float],
+        now: float,
+        version: int | None = None,
     ) -> None:
-        """One finished update. env_steps: env steps consumed up to and including it."""
-        self.updates, self.env_steps = update, env_steps
+        """One finished update. env_steps: env steps consumed up to and including it. version: of its weights."""
+        self.updates, self.env_steps, self.version = update, env_steps, version
         self.figures = dict(figures)
         phases = dict(seconds)
         if self._last_update is not None:
@@ -152,15 +172,22 @@ class RunMetrics:
         self._learner_phases.append(phases)
         self._marks.append((now, env_steps))
 
+    def go_back(self, *, update: int, env_steps: int, now: float) -> None:
+        """The run goes on from a checkpoint; what came after it was lost."""
+        self.updates, self.env_steps = update, env_steps
+        self._marks.clear()
+        self._marks.append((now, env_steps))
+
     def summary(self, now: float) -> Summary:
         recent = self._rate(self._marks[0], self._marks[-1]) if self._marks else None
         left = self.total_steps - self.env_steps
-        slowest, count = self._waits.most_common(1)[0] if self._waits else (None, 0)
+        slowest = self.slowest()
+        full_rollout = max(1, self.total_steps // max(1, self.total_updates))
         return Summary(
             env_steps=self.env_steps,
             total_steps=self.total_steps,
             updates=self.updates,
-            total_updates=self.total_updates,
+            total_updates=self.updates + max(0, left) // full_rollout,
             episodes=self.episodes,
             return_mean=_mean(self._returns),
             success_rate=_mean(self._successes),
@@ -172,12 +199,14 @@ class RunMetrics:
             actors_alive=len(self._alive),
             num_actors=self.num_actors,
             restarts=self.restarts,
-            slowest_actor=slowest,
-            slowest_share=count / self._waits.total() if count else 0.0,
+            slowest_actor=None if slowest is None else slowest.actor_id,
+            slowest_share=0.0 if slowest is None else slowest.share,
             actor_split=_split(self._actor_phases),
             learner_split=_split(self._learner_phases),
             figures=self.figures,
-            counters=self.counters,
+            counters={name: count for name, count in self.counters.items() if count},
+            version=self.version,
+            learner_restarts=self.learner_restarts,
         )
 
     def _overall_rate(self) -> float | None:
@@ -202,6 +231,10 @@ def log_record(summary: Summary) -> dict[str, float]:
         "time/elapsed_s": summary.elapsed_s,
         "actors/alive": summary.actors_alive,
         "actors/restarts": summary.restarts,
+        "actors/slowest": summary.slowest_actor,
+        "actors/slowest_waited_share": summary.slowest_share,
+        "learner/restarts": summary.learner_restarts,
+        "learner/version": summary.version,
         **{f"learner/{name}": value for name, value in summary.figures.items()},
         **{f"split_actor/{name}": value for name, value in summary.actor_split.items()},
         **{f"split_learner/{name}": value for name, value in summary.learner_split.items()},

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 from rollout_service.observe.metrics import Summary
+from rollout_service.observe.stragglers import NOTICED_SHARE
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -109,6 +110,12 @@ def plain_line(summary: Summary) -> str:
         f"eta {_clock(summary.eta_s)}",
         f"actors {summary.actors_alive}/{summary.num_actors}",
         *([f"restarts {summary.restarts}"] if summary.restarts else []),
+        *(
+            [f"waited for actor {summary.slowest_actor} {summary.slowest_share:.0%}"]
+            if summary.slowest_actor is not None and summary.slowest_share >= NOTICED_SHARE
+            else []
+        ),
+        *([f"learner restarts {summary.learner_restarts}"] if summary.learner_restarts else []),
     ]
     return "  ".join(parts)
 
@@ -142,7 +149,7 @@ def panel(title: str, summary: Summary) -> Panel:
     )
     restarts = f"   restarts {summary.restarts}" if summary.restarts else ""
     slowest = (
-        f"   slowest {summary.slowest_actor} ({summary.slowest_share:.0%} of batches)"
+        f"   slowest {summary.slowest_actor} (waited for {summary.slowest_share:.0%} of the time)"
         if summary.slowest_actor is not None and summary.num_actors > 1
         else ""
     )
@@ -179,6 +186,7 @@ def result_rows(summary: Summary, run_dir: str) -> dict[str, str]:
         "speed": f"{_rate(summary.steps_per_second)} steps/s",
         "time": _clock(summary.elapsed_s),
         **({"restarts": str(summary.restarts)} if summary.restarts else {}),
+        **({"learner restarts": str(summary.learner_restarts)} if summary.learner_restarts else {}),
         "run directory": run_dir,
     }
 

@@ -1,8 +1,8 @@
 """TensorBoard events without torch: scalars with x = real env steps over all actors.
 
 Writer: the supervisor's main thread, the only one (the library's own thread does the file IO). Readers: TensorBoard.
-What must never happen: torch imported into the parent, or curves that run backwards. A resumed run says from which
-step it goes on, and TensorBoard drops what a lost part of the run had written beyond it.
+What must never happen: torch imported into the parent, or curves that run backwards. A resumed run, or a run whose
+learner was restored, says from which step it goes on, and TensorBoard drops what a lost part had written beyond it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ class TensorBoardLog:
         """resume_at: env steps of the checkpoint the run goes on from; 0 for a new run."""
         self._writer = EventFileWriter(str(directory))
         if resume_at:
-            start = SessionLog(status=SessionLog.START)
-            # TensorBoard drops the steps at and beyond a START event.
-            self._writer.add_event(Event(wall_time=wall_time, step=resume_at + 1, session_log=start))
+            self.cut_back(resume_at, wall_time)
 
     def write(self, env_steps: int, wall_time: float, scalars: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._writer.add_event(Event(wall_time=wall_time, step=env_steps, summary=Summary(value=values)))
+
+    def cut_back(self, env_steps: int, wall_time: float) -> None:
+        """Takes back what was written beyond `env_steps`: TensorBoard drops the steps at and beyond a START event."""
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=wall_time, step=env_steps + 1, session_log=start))
 
     def close(self) -> None:
         self._writer.close()

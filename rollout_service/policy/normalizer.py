@@ -55,7 +55,7 @@ class RunningMoments(nn.Module):
 
     def _merge(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         total = self.count + count
-        share = count / total
+        share = (count / total).reshape(())  # of rank 0, so that it broadcasts to a leaf of any rank, 0 included
         delta = mean - self.mean
         self.variance.copy_(
             self.variance * (1 - share) + variance * share + delta.square() * (share * (1 - share)),

@@ -43,8 +43,8 @@ SUBJECTS_AT_TINY_SIZES: dict[str, tuple[Callable[[], Report], set[str]]] = {
     ),
     "sequence": (
         lambda: sequence.measure(2, rows=(3,), steps=8, inputs=4, hidden_dim=4),
-        {"none_ms", "one_ms", "many_ms", "cells_ms", "one_to_none", "many_to_none", "many_to_cells",
-         "one_resets_per_row", "many_resets_per_row"},
+        {"none_ms", "few_ms", "many_ms", "cells_ms", "few_to_none", "many_to_none", "many_to_cells",
+         "few_resets_per_row", "many_resets_per_row"},
     ),
     "materialize": (
         lambda: materialize.measure(2, sizes=((2, 8),)),
@@ -159,6 +159,12 @@ def test_a_ratio_is_taken_within_each_repetition():
 def test_a_run_that_breaks_is_reported_with_its_last_words():
     with pytest.raises(RunFailed, match="NoSuchEnv"):
         train.one_run(train.Case("broken", "NoSuchEnv-v0", 4, 2))
+
+
+def test_a_hand_over_that_breaks_is_reported_with_the_words_of_its_processes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(handover, "ROLE_MODULE", "rollout_service.bench.no_such_role")
+    with pytest.raises(RunFailed, match="no_such_role"):
+        handover.one_case(1, 2, 4)
 
 
 def test_figures_of_a_run_leave_the_warm_up_out():

@@ -90,7 +90,8 @@ def test_the_batch_goes_when_the_last_actor_has_committed() -> None:
     assert (batch.update, batch.bank, batch.valid_steps, batch.versions) == (1, 0, (STEPS, 3), (1, 1))
     assert batch.env_steps == ENVS * (STEPS + 3)
     assert not batch.last
-    assert world.events_of(BatchFormed) == [BatchFormed(1, ENVS * (STEPS + 3), waited_for=0, wait_s=2.5)]
+    formed = BatchFormed(1, ENVS * (STEPS + 3), waited_for=0, wait_s=2.5, partial=(1,))
+    assert world.events_of(BatchFormed) == [formed]
 
 
 def test_the_next_bank_is_granted_only_after_the_next_weights() -> None:
@@ -128,15 +129,15 @@ def test_the_last_update_ends_the_run_and_everyone_is_told() -> None:
 
 def test_a_resumed_run_goes_on_counting() -> None:
     world = World(1, total_updates=8)
-    learner = world.learner(version=1, updates_done=6, env_steps_done=9000)
+    learner = world.learner(version=1, updates_done=6, env_steps_done=6 * ENVS * STEPS)
     actor = world.actor()
     batch = fill(world, learner, [actor], [actor.take(Grant)])
-    assert (batch.update, batch.env_steps, batch.last) == (7, 9000 + ENVS * STEPS, False)
+    assert (batch.update, batch.env_steps, batch.last) == (7, 7 * ENVS * STEPS, False)
 
 
 def test_a_run_resumed_at_its_end_finishes_at_once() -> None:
     world = World(1, total_updates=6)
-    learner = world.learner(version=1, updates_done=6)
+    learner = world.learner(version=1, updates_done=6, env_steps_done=6 * ENVS * STEPS)
     assert learner.take(Stop).reason == "finished"
 
 
@@ -371,7 +372,7 @@ def test_an_actor_that_was_replaced_is_told_to_leave_by_its_own_heartbeat() -> N
     world.carry_out(world.coordinator.actor_lost(0, 0, "stuck", world.now))
     world.actor(0, 1)
     actor.beat(2, "env.step")
-    assert world.sent[actor.address + b"-heart"] == [Pong(stopping=False), Pong(stopping=True)]
+    assert world.sent[actor.address + b"-heart"] == [Pong(stopping=leave, run_id="run-1") for leave in (False, True)]
 
 
 def test_unsupervised_actors_get_the_next_free_place_and_incarnations_grow() -> None:
@@ -387,7 +388,7 @@ def test_unsupervised_actors_get_the_next_free_place_and_incarnations_grow() -> 
 
 
 def late_world() -> tuple[World, Peer, list[Peer], list[Grant]]:
-    return started(scheduler=Lockstep(2, min_actors=1, deadline_s=30.0))
+    return started(scheduler=Lockstep(2, min_actors=1, deadline_s=30.0, first_deadline_s=30.0))
 
 
 def test_after_the_deadline_the_bank_goes_without_the_late_actor() -> None:
@@ -434,7 +435,7 @@ def test_a_lost_learners_batch_is_dropped_counted_and_collected_again() -> None:
     restored = world.learner(updates_done=0)
     again = [actor.take(Grant) for actor in actors]
     assert [(grant.version, grant.start, grant.update) for grant in again] == [(2, StartFrom.CARRY, 1)] * 2
-    assert world.counters == {"dropped_rollouts": 2}
+    assert world.counters == {"lost_learners": 1, "dropped_rollouts": 2, "dropped_env_steps": 2 * ENVS * STEPS}
     assert fill(world, restored, actors, again).env_steps == 2 * ENVS * STEPS
 
 
@@ -458,7 +459,12 @@ def test_a_lease_from_before_the_learners_death_is_dropped_and_granted_again() -
     again = first.take(Grant)
     assert (again.slot, again.epoch, again.version, again.start) == (0, 2, 2, StartFrom.CARRY)
     assert second.take(Grant).slot == 1
-    assert world.counters == {"dropped_rollouts": 1, "dropped_stale_commits": 1}
+    assert world.counters == {
+        "lost_learners": 1,
+        "dropped_rollouts": 1,
+        "dropped_env_steps": ENVS * STEPS,
+        "dropped_stale_commits": 1,
+    }
 
 
 def test_nothing_is_granted_to_a_restored_learner_that_is_not_ready() -> None:
@@ -487,7 +493,7 @@ def test_a_learners_goodbye_is_told_and_its_batch_dropped() -> None:
     fill(world, learner, actors, grants)
     learner.tell(Bye(reason="RatioLawBroken: 1.2", traceback="Traceback ..."))
     assert world.events[-1] == PeerLeft(Role.LEARNER, None, 0, learner.pid, "RatioLawBroken: 1.2", "Traceback ...")
-    assert world.counters == {"dropped_rollouts": 2}
+    assert world.counters == {"lost_learners": 1, "dropped_rollouts": 2, "dropped_env_steps": 2 * ENVS * STEPS}
 
 
 def test_a_publish_of_another_update_bank_or_version_is_refused() -> None:
@@ -521,7 +527,7 @@ def test_stop_tells_everyone_once_and_heartbeats_tell_it_again() -> None:
     assert [peer.take(Stop).reason for peer in (learner, *actors)] == ["Ctrl-C"] * 3
     assert world.events_of(RunFinished) == [RunFinished("Ctrl-C")]
     actors[0].beat(1, "env.step")
-    assert world.sent[actors[0].address + b"-heart"] == [Pong(stopping=True)]
+    assert world.sent[actors[0].address + b"-heart"] == [Pong(stopping=True, run_id="run-1")]
     actors[0].commit(grants[0])
     assert actors[0].take(Stop).reason == "Ctrl-C"
 

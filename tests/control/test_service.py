@@ -17,6 +17,7 @@ import pytest
 
 from rollout_service.control.client import Client
 from rollout_service.control.coordinator import Coordinator, Effect
+from rollout_service.control.endpoints import remove_socket_directory, socket_endpoint
 from rollout_service.control.events import (
     ActorStuck,
     Event,
@@ -44,7 +45,7 @@ from rollout_service.control.messages import (
     encode,
 )
 from rollout_service.control.server import Server
-from rollout_service.control.transport import Dealer, Router, remove_socket_directory, socket_endpoint
+from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import HandshakeRefused, ProtocolError, WaitTimedOut
 from rollout_service.runspec import RunSpec
 from tests.control.world import ENVS, STEPS, make_coordinator, make_join, make_spec
@@ -426,7 +427,8 @@ def test_a_signal_ends_a_wait_for_a_service_that_never_comes(number: Signals, ha
 def test_a_killed_service_starts_again_under_the_same_token() -> None:
     code = """
 import sys
-from rollout_service.control.transport import Router, socket_endpoint
+from rollout_service.control.endpoints import socket_endpoint
+from rollout_service.control.transport import Router
 router = Router(socket_endpoint("killed-and-started"))
 print(router.endpoint, flush=True)
 sys.stdin.read()

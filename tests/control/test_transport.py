@@ -15,18 +15,17 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rollout_service.control import transport
-from rollout_service.control.messages import MAX_MESSAGE_BYTES
-from rollout_service.control.transport import (
+from rollout_service.control import endpoints
+from rollout_service.control.endpoints import (
     MAX_ENDPOINT_BYTES,
     SOCKET_PREFIX,
-    Dealer,
-    Router,
     remove_socket_directory,
     socket_endpoint,
     socket_root,
     sweep_socket_directories,
 )
+from rollout_service.control.messages import MAX_MESSAGE_BYTES
+from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import ConfigError, ProtocolError
 
 DEADLINE_S = 10.0
@@ -54,7 +53,7 @@ def pair(endpoint: str) -> Iterator[tuple[Router, Dealer]]:
 @pytest.fixture
 def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with nothing but what the test sets."""
-    for name in (transport.SOCKET_DIR_VARIABLE, "TMPDIR", "XDG_RUNTIME_DIR"):
+    for name in (endpoints.SOCKET_DIR_VARIABLE, "TMPDIR", "XDG_RUNTIME_DIR"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -88,7 +87,7 @@ def test_an_override_that_is_too_long_names_the_path_and_the_limit(
     roots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = long_directory(roots)
-    monkeypatch.setenv(transport.SOCKET_DIR_VARIABLE, str(path))
+    monkeypatch.setenv(endpoints.SOCKET_DIR_VARIABLE, str(path))
     with pytest.raises(ConfigError) as error:
         socket_endpoint("run")
     assert str(path) in str(error.value)
@@ -96,7 +95,7 @@ def test_an_override_that_is_too_long_names_the_path_and_the_limit(
 
 
 def test_an_override_that_is_no_directory_says_so(roots: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(transport.SOCKET_DIR_VARIABLE, str(roots / "gone"))
+    monkeypatch.setenv(endpoints.SOCKET_DIR_VARIABLE, str(roots / "gone"))
     with pytest.raises(ConfigError, match="not a writable directory"):
         socket_root()
 

@@ -71,7 +71,7 @@ def test_our_tasks_are_registered_for_anyone_who_imports_them() -> None:
         (f"{HERE}:NotAnEnv", {}, EnvFault, "tests.fixtures.envs.NotAnEnv, not a gymnasium.Env"),
         (f"{HERE}:TickEnv", {"height": 3}, EnvFault, "unexpected keyword argument 'height'"),
         ("Memory/TMaze-v0", {"corridor": 0}, ConfigError, "corridor is 0 steps, the least is 1"),
-        ("gymnasium.vector:SyncVectorEnv", {"env_fns": [TickEnv]}, EnvFault, "vector env; give the single env"),
+        ("gymnasium.vector:SyncVectorEnv", {"env_fns": [TickEnv]}, EnvFault, "vector env; set vectorize to factory"),
     ],
 )
 def test_what_is_not_an_env_is_refused_in_one_line(

@@ -12,7 +12,7 @@ from learner.session import LearnerSession
 from rollout_service import checkpoint as checkpoints
 from rollout_service.control.client import PulseState
 from rollout_service.control.messages import Batch, Grant, Message, Publish, Ready, StartFrom, Stop, Welcome
-from rollout_service.errors import ProtocolError
+from rollout_service.errors import CheckpointError, ProtocolError
 from rollout_service.launch.probe import build_run_spec
 from rollout_service.launch.serial import run_serial, weights_digest
 from rollout_service.memory.schema import rollout_fields
@@ -217,3 +217,60 @@ def test_a_session_gives_the_weights_of_a_serial_run(service: Service) -> None:
     for update in (1, 2, 3, 4):
         service.session.learn(service.fill(update, last=update == 4))
     assert weights_digest(service.session.trainer.weights()) == run_serial(service.config)["weights_digest"]
+
+
+def test_a_version_that_was_published_and_never_announced_is_not_used_again(service: Service) -> None:
+    service.session.prepare(resume=False)
+    service.weights.publish(5, service.session.trainer.weights())
+    service.session.close()
+    service.session = service.learner(version=1)
+    service.session.prepare(resume=True)
+    assert service.client.sent[-1] == Ready(version=6, updates_done=0, env_steps_done=0)
+    assert service.weights.newest_version() == 6
+
+
+def test_versions_do_not_fall_below_the_checkpoints_in_a_new_segment(service: Service) -> None:
+    service.session.prepare(resume=False)
+    service.session.learn(service.fill(1))
+    service.session.learn(service.fill(2))
+    service.session.close()
+    service.weights.close()
+    service.weights = WeightsMemory.create(service.spec.parameters)
+    service.session = service.learner()
+    service.session.prepare(resume=True)
+    assert service.client.sent[-1] == Ready(version=4, updates_done=2, env_steps_done=64)
+
+
+def test_a_restored_learner_publishes_into_the_bank_that_was_not_published_last(service: Service) -> None:
+    service.session.prepare(resume=False)
+    handed_out = service.weights.load().arrays
+    service.session.close()
+    service.session = service.learner(version=1)
+    service.session.prepare(resume=True)
+    assert {int(words[2]) for words in service.weights._headers.tolist()} == {1, 2}
+    assert weights_digest(service.weights.load(2).arrays) == weights_digest(handed_out)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_used(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.session.prepare(resume=False)
+    service.session.learn(service.fill(1))
+    service.session.learn(service.fill(2))
+    (checkpoints.listed(service.run_dir)[-1] / checkpoints.ARRAYS_FILE).write_bytes(b"")
+    service.session.close()
+    service.session = service.learner(version=3)
+    service.session.prepare(resume=True)
+    assert service.client.sent[-1] == Ready(version=4, updates_done=0, env_steps_done=0)
+    assert "using checkpoint-00000000" in capsys.readouterr().err
+    assert saved(service) == [0]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(service: Service) -> None:
+    service.session.prepare(resume=False)
+    (checkpoints.listed(service.run_dir)[0] / checkpoints.MANIFEST_FILE).write_text("")
+    service.session.close()
+    service.session = service.learner(version=1)
+    with pytest.raises(CheckpointError, match="no usable checkpoint is left"):
+        service.session.prepare(resume=True)
+    assert saved(service) == [0]

@@ -65,7 +65,7 @@ def test_four_updates_equal_two_a_checkpoint_and_two(rollouts: list[RecurrentRol
     for name, array in expected.arrays.items():
         np.testing.assert_array_equal(found.arrays[name], array, err_msg=name)
     assert (second.updates_done, second.env_steps_done) == (whole.updates_done, whole.env_steps_done) == (4, 256)
-    assert second.learning_rate(4) == whole.learning_rate(4)
+    assert second.learning_rate(192) == whole.learning_rate(192)
 
 
 def test_a_checkpoint_holds_policy_moments_statistics_and_generators(

@@ -130,16 +130,17 @@ def test_a_lone_row_keeps_its_advantage_instead_of_dividing_by_a_deviation_of_ze
 def test_the_learning_rate_falls_linearly_to_its_end() -> None:
     config = small_config(learning_rate=1e-3, learning_rate_end_fraction=0.05)
     trainer = Trainer(config, build_run_spec(config), total_updates=100)
-    assert trainer.learning_rate(1) == pytest.approx(1e-3)
-    assert trainer.learning_rate(51) == pytest.approx(1e-3 * (1 - 0.95 / 2))
-    assert trainer.learning_rate(101) == pytest.approx(5e-5)
-    assert trainer.learning_rate(200) == pytest.approx(5e-5)
+    steps = 100 * trainer.spec.steps_per_rollout
+    assert trainer.learning_rate(0) == pytest.approx(1e-3)
+    assert trainer.learning_rate(steps // 2) == pytest.approx(1e-3 * (1 - 0.95 / 2))
+    assert trainer.learning_rate(steps) == pytest.approx(5e-5)
+    assert trainer.learning_rate(2 * steps) == pytest.approx(5e-5)
 
 
 def test_a_constant_learning_rate_stays() -> None:
     config = small_config(learning_rate=1e-3, learning_rate_schedule=Schedule.CONSTANT)
     trainer = Trainer(config, build_run_spec(config), total_updates=100)
-    assert {trainer.learning_rate(update) for update in (1, 50, 100)} == {1e-3}
+    assert {trainer.learning_rate(steps) for steps in (0, 3200, 6400)} == {1e-3}
 
 
 def test_the_schedule_reaches_the_optimiser() -> None:

@@ -445,7 +445,7 @@ except SegmentMismatch as error:
 """
     with ready_segment() as owner:
         done = run_python(stranger, owner.name)
-        assert "belongs to another user" in done.stdout, done.stderr
+        assert "belongs to uid" in done.stdout, done.stderr
 
 
 # Views and their mapping

@@ -39,3 +39,29 @@ def test_a_new_run_starts_its_file_anew_and_a_torn_line_is_dropped(tmp_path: Pat
     assert steps(tmp_path) == [100, 200, 300]
     write(tmp_path, range(1, 2))
     assert steps(tmp_path) == [100]
+
+
+def test_a_log_that_is_cut_back_goes_on_from_there_in_both_files(tmp_path: Path):
+    with RunLogs(tmp_path, tensorboard=True) as logs:
+        logs.open()
+        for update in range(1, 8):
+            logs.write(100 * update, update, {"learner/version": float(update)})
+        logs.cut_back(400)
+        assert steps(tmp_path) == [100, 200, 300, 400]
+        for update in range(5, 9):
+            logs.write(100 * update, update, {"learner/version": 10.0 + update})
+    assert steps(tmp_path) == [100, 200, 300, 400, 500, 600, 700, 800]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    read = [(event.step, event.value) for event in events.Scalars("learner/version")]
+    assert read == [(100 * update, update) for update in range(1, 5)] + [(100 * u, 10.0 + u) for u in range(5, 9)]
+
+
+def test_a_log_can_be_cut_back_to_the_start(tmp_path: Path):
+    with RunLogs(tmp_path, tensorboard=False) as logs:
+        logs.cut_back(0)
+        logs.open()
+        logs.write(100, 1, {})
+        logs.cut_back(0)
+        logs.write(100, 1, {})
+    assert steps(tmp_path) == [100]

@@ -85,12 +85,24 @@ def test_waiting_is_what_the_phases_leave_of_the_time_between_two_commits_or_upd
     assert summary.learner_split == {"update": 0.4, "wait": 0.6}
 
 
-def test_the_slowest_actor_is_the_one_batches_waited_for():
+def test_the_slowest_actor_is_the_one_the_others_waited_for_longest():
     run = metrics()
-    for actor in (1, 0, 1, 1):
-        run.batch(actor)
-    summary = run.summary(1.0)
-    assert (summary.slowest_actor, summary.slowest_share) == (1, 0.75)
+    for at, actor, wait_s in ((10.0, 0, 9.0), (12.0, 1, 1.0), (13.0, 0, 0.25), (14.0, 1, 0.5), (15.0, 0, 0.25)):
+        run.batch(waited_for=actor, wait_s=wait_s, now=at)
+    summary = run.summary(15.0)
+    assert (summary.slowest_actor, summary.slowest_share) == (1, 1.5 / 5.0)
+    assert log_record(summary)["actors/slowest_waited_share"] == 0.3
+
+
+def test_cut_and_missing_slots_are_counted_and_leave_room_for_more_updates():
+    run = metrics()
+    run.batch(waited_for=1, wait_s=1.0, partial=2, late=1, now=1.0)
+    run.update(update=1, env_steps=60, figures={}, seconds={}, now=2.0)
+    summary = run.summary(2.0)
+    assert summary.counters == {"partial_rollouts": 2, "late_actors": 1}
+    assert (summary.updates, summary.total_updates) == (1, 10)
+    run.update(update=2, env_steps=100, figures={}, seconds={}, now=3.0)
+    assert run.summary(3.0).total_updates == 11
 
 
 def test_actors_are_counted_while_they_live():
@@ -99,3 +111,19 @@ def test_actors_are_counted_while_they_live():
     run.actor_joined(1)
     run.actor_left(0)
     assert run.summary(1.0).actors_alive == 1
+
+
+def test_numbers_go_back_to_a_checkpoint_and_the_rate_begins_anew():
+    run = metrics()
+    rollout(run, [], now=1.0, env=1.0)
+    for update in range(1, 6):
+        run.update(update=update, env_steps=100 * update, figures={}, seconds={}, now=float(update), version=update + 1)
+    run.go_back(update=2, env_steps=200, now=8.0)
+    run.learner_restarts += 1
+    summary = run.summary(8.0)
+    assert (summary.updates, summary.env_steps, summary.recent_steps_per_second) == (2, 200, None)
+    run.update(update=3, env_steps=300, figures={}, seconds={}, now=9.0, version=9)
+    summary = run.summary(9.0)
+    assert (summary.env_steps, summary.recent_steps_per_second) == (300, 100.0)
+    record = log_record(summary)
+    assert (record["learner/version"], record["learner/restarts"]) == (9.0, 1.0)

@@ -37,6 +37,15 @@ def test_statistics_have_the_shape_of_the_observation() -> None:
     assert moments.mean.shape == moments.variance.shape == (2, 3)
 
 
+def test_an_observation_that_is_one_plain_number_has_statistics_too() -> None:
+    moments = RunningMoments(())
+    moments.update(torch.tensor([1.0, 2.0]))
+    moments.update(torch.tensor([3.0, 4.0]))
+    assert moments.mean.shape == moments.variance.shape == ()
+    assert (moments.mean.item(), moments.variance.item(), moments.count.item()) == pytest.approx((2.5, 1.25, 4.0))
+    assert [vector.shape for vector in moments.offset_and_scale()] == [(1,), (1,)]
+
+
 def test_two_far_apart_actors_share_the_moments_of_the_mixture() -> None:
     generator = torch.Generator().manual_seed(2)
     moments = RunningMoments((1,))

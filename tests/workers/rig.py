@@ -15,11 +15,12 @@ import torch
 
 from rollout_service.control.messages import Commit, Grant, StartFrom
 from rollout_service.envs.make import make_env, spaces_from_gymnasium
+from rollout_service.envs.opening import open_envs
 from rollout_service.memory.schema import rollout_fields
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.policy.actor_critic import ActorCritic
-from rollout_service.runspec import Core, PolicySpec, RunSpec
+from rollout_service.runspec import AutoresetMode, Core, PolicySpec, RunSpec, Vectorize
 from tests.fixtures.counter_lstm import turn_into_counter
 from workers.actor import Actor
 
@@ -49,7 +50,7 @@ class Rig:
         update: int = 1,
         reset_envs: bool = False,
         barrier_after: bool = False,
-        preempted: Callable[[], bool] | None = None,
+        preempted: Callable[[int], bool] | None = None,
     ) -> Commit:
         grant = Grant(
             slot=self.spec.bank(bank)[actor],
@@ -87,12 +88,19 @@ def make_rig(
     num_layers: int = 1,
     seed: int = 1,
     incarnation: int = 0,
+    vectorize: Vectorize = Vectorize.NONE,
 ) -> Iterator[Rig]:
     """envs: in place of env and kwargs, one for each of the run's envs in order."""
     torch.set_num_threads(1)
     pool = None if envs is None else iter(envs)
-    sample = make_env(env, kwargs) if envs is None else envs[0]
-    spaces = spaces_from_gymnasium(sample.observation_space, sample.action_space)
+    autoreset = AutoresetMode.ACTOR
+    if vectorize is Vectorize.NONE:
+        sample = make_env(env, kwargs) if envs is None else envs[0]
+        spaces = spaces_from_gymnasium(sample.observation_space, sample.action_space)
+    else:
+        rows = range(envs_per_actor)
+        with contextlib.closing(open_envs(env, kwargs or {}, vectorize, env_ids=rows, seeds=rows)) as opened:
+            spaces, autoreset = opened.spaces, opened.autoreset
     policy_spec = PolicySpec(core=core, hidden_dim=hidden_dim, num_layers=num_layers, encoder_dim=8)
     policy = ActorCritic(spaces, policy_spec, seed=seed).eval()
     if counter:
@@ -100,7 +108,9 @@ def make_rig(
     spec = RunSpec(
         env=env,
         env_kwargs=kwargs or {},
+        vectorize=vectorize,
         spaces=spaces,
+        autoreset=autoreset,
         policy=policy_spec,
         state=policy.state_spec(),
         parameters=policy.parameter_specs(),
@@ -121,7 +131,8 @@ def make_rig(
     ):
         weights.publish(0, policy.to_arrays())
         rig = Rig(spec, memory, weights, policy)
-        with mock.patch("workers.actor.make_env", (lambda *_: next(pool)) if pool is not None else make_env):
+        maker = make_env if pool is None else lambda *_: next(pool)
+        with mock.patch("rollout_service.envs.opening.make_env", maker):
             rig.actors = [Actor(spec, memory, weights, actor, incarnation) for actor in range(num_actors)]
         yield rig
         for actor in rig.actors:

@@ -19,9 +19,10 @@ import pytest
 from rollout_service.control import events
 from rollout_service.control.client import Client
 from rollout_service.control.coordinator import Coordinator
+from rollout_service.control.endpoints import remove_socket_directory, socket_endpoint
 from rollout_service.control.messages import Batch, Hello, Publish, Ready, Role
 from rollout_service.control.server import Server
-from rollout_service.control.transport import Router, remove_socket_directory, socket_endpoint
+from rollout_service.control.transport import Router
 from rollout_service.memory.segment import new_run_token
 from rollout_service.runspec import RunSpec
 from tests.workers.rig import Rig, make_rig
@@ -154,10 +155,10 @@ def test_an_actor_computes_on_one_thread_and_sees_no_gpu() -> None:
         "import sys; from unittest import mock; import workers.__main__ as entry; "
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; "
         "session = mock.MagicMock(); session.run.return_value = 0; sys.modules['workers.session'] = session; "
-        "entry.main(['--connect', 'ipc:///x', '--actor', '3']); print(session.run.call_args.args); "
+        "entry.main(['--connect', 'ipc:///x', '--actor', '3']); (how,) = session.run.call_args.args; print(how.endpoint, how.hello.requested_actor); "
         "import os; print(os.environ['OMP_NUM_THREADS'], repr(os.environ['CUDA_VISIBLE_DEVICES'])); "
         "import torch; print(torch.get_num_threads())"
     )
     bare = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=bare)
-    assert shown.stdout.splitlines() == ["('ipc:///x', 3, 0)", "1 ''", "1"]
+    assert shown.stdout.splitlines() == ["ipc:///x 3", "1 ''", "1"]

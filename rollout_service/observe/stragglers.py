@@ -1,0 +1,67 @@
+"""Who holds the others up, in words, said once. Pure.
+
+Writer: the supervisor's main thread. Readers: people. What must never happen: a line per batch.
+Leaves to others: measuring (`control/waits`), and what to do about it (the settings it names).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rollout_service.control.events import BatchFormed, BatchOverdue
+from rollout_service.control.waits import Slowest
+
+NOTICED_SHARE: Final = 0.2
+"""Share of the time that the others wait for one actor, from which on it is named."""
+NOTICED_AFTER_S: Final = 5.0
+"""Of batches that the share has to be over: a hiccup is no straggler."""
+REMEDY: Final = (
+    "; preempt_share (e.g. 0.75) takes the steps it has instead of waiting for all of them",
+    "; it has preempt_min_steps_fraction of its steps in any case, and ends no sooner than one step of its envs",
+)
+
+
+class StragglerWatch:
+    """Names the slowest actor when it becomes one, and again after it had caught up or another had taken its place."""
+
+    def __init__(self, *, preempts: bool) -> None:
+        self._remedy = REMEDY[preempts]
+        self._named: int | None = None
+
+    def notice(self, slowest: Slowest | None) -> str | None:
+        """What to say now, if anything."""
+        if slowest is None or slowest.seconds < NOTICED_AFTER_S:
+            return None
+        if slowest.share < NOTICED_SHARE / 2:
+            self._named = None
+        if slowest.share < NOTICED_SHARE or slowest.actor_id == self._named:
+            return None
+        self._named = slowest.actor_id
+        return (
+            f"actor {slowest.actor_id} is the slowest: the others waited for it in {slowest.share:.0%} of the last "
+            f"{slowest.seconds:.0f} s{self._remedy}"
+        )
+
+
+def overdue(event: BatchOverdue) -> str:
+    """A bank waits for longer than it should."""
+    return (
+        f"update {event.update} has waited for {event.seconds:.1f} s: {event.committed} actors have committed, "
+        f"{event.needed} are needed (min_actors); waiting for {', '.join(event.awaited)}"
+    )
+
+
+def gone_without(event: BatchFormed) -> str | None:
+    """A batch went without somebody; None if everybody is in it."""
+    if not event.late and not event.unclaimed:
+        return None
+    parts = []
+    if event.late:
+        parts.append(f"{_actors(event.late)} (still at work: what comes late is dropped)")
+    if event.unclaimed:
+        parts.append(f"{_actors(event.unclaimed)} (not there: waited for again once joined)")
+    return f"update {event.update} went without {' and '.join(parts)}, after a wait of {event.wait_s:.1f} s"
+
+
+def _actors(numbers: tuple[int, ...]) -> str:
+    return ("actor " if len(numbers) == 1 else "actors ") + ", ".join(map(str, numbers))
