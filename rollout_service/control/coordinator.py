@@ -460,6 +460,8 @@ class Coordinator:
         return "collecting" if self._batch is None else "updating"
 
     def _doing(self, place: Place) -> str:
+        if self._leases.is_late(place.identity):
+            return "late"
         return "waiting" if self._leases.ledger.lease_of(place.identity) is None else "collecting"
 
     def _learner_report(self, now: float) -> dict[str, Any] | None:

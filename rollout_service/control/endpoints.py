@@ -137,6 +137,12 @@ def check_reachable(endpoint: str) -> None:
         raise ConfigError(_closed(path))
 
 
+def remove_socket(endpoint: str) -> None:
+    """Removes the socket file of an `ipc://` endpoint on which this process has listened."""
+    if endpoint.startswith(IPC):
+        Path(endpoint.removeprefix(IPC)).unlink(missing_ok=True)
+
+
 def remove_socket_directory(endpoint: str) -> None:
     """Removes the directory of an `ipc://` endpoint made by `socket_endpoint`; anything else is left alone."""
     if not endpoint.startswith(IPC):

@@ -90,7 +90,7 @@ def run_header(segment: SegmentInfo) -> dict[str, str]:
 def _orphans(alive: set[str]) -> Iterator[LeftoverProcess]:
     import psutil
 
-    here = _pid_namespace(os.getpid())
+    here = os.readlink("/proc/self/ns/pid")
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             role = _role(process.info["cmdline"] or [])

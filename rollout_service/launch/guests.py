@@ -14,8 +14,6 @@ hangs is named, and never killed. What must never happen: a place taken from a p
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -87,6 +85,7 @@ class Guests:
                 self._welcome(Guest(message.role, message.actor_id, message.incarnation, message.pid))
             case events.ActorJoined(actor_id=actor_id, pid=pid) if guest := self._find(actor_id, pid):
                 guest.joined = True
+                self._look_at_seat(guest)
                 self._run.metrics.actor_joined(actor_id)
             case events.ActorStuck(actor_id=actor_id, pid=pid) if guest := self._find(actor_id, pid):
                 self._stuck(guest, message.phase, message.seconds)
@@ -98,6 +97,9 @@ class Guests:
                 self._left(guest, message.reason or "goodbye", message.traceback)
                 if message.traceback and guest.role is Role.ACTOR:
                     self._failed(f"{guest.name} left: {message.reason}")
+            case events.LearnerReady(pid=pid) if guest := self._find(None, pid):
+                self._look_at_seat(guest)
+                return False
             case _:
                 return False
         return True
@@ -147,9 +149,13 @@ class Guests:
         else:
             self._run.journal.say(f"{guest.name} left, its place is free: {reason}\n{traceback}".rstrip())
 
+    def _look_at_seat(self, guest: Guest) -> bool:
+        present = is_present(self._run.segment, guest.seat)
+        guest.seated = guest.seated or present
+        return present
+
     def _is_dead(self, guest: Guest) -> bool:
-        if is_present(self._run.segment, guest.seat):
-            guest.seated = True
+        if self._look_at_seat(guest):
             return False
         if guest.seated:
             return True
@@ -158,9 +164,9 @@ class Guests:
 
 
 def _exists(pid: int) -> bool:
-    with contextlib.suppress(PermissionError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    return True
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Final
 
 from pydantic import ValidationError
@@ -122,7 +123,15 @@ def one_line(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def probe(config: TrainConfig, inbox: queue.SimpleQueue[object]) -> RunSpec:
+@dataclass(frozen=True)
+class Probed:
+    """What the probe found. warnings: what can be run but looks wrong, a line each."""
+
+    spec: RunSpec
+    warnings: tuple[str, ...] = ()
+
+
+def probe(config: TrainConfig, inbox: queue.SimpleQueue[object]) -> Probed:
     """The RunSpec of a run with these settings, from a child process.
 
     Raises ConfigError or SpaceNotSupported with the child's one line, RunFailed with its last words if it broke,
@@ -170,11 +179,11 @@ def _await_end(process: subprocess.Popen[bytes], inbox: queue.SimpleQueue[object
                 pass
 
 
-def _read_answer(code: int, answer: bytes, words: str) -> RunSpec:
+def _read_answer(code: int, answer: bytes, words: str) -> Probed:
     lines = answer.decode("utf-8", "replace").strip().splitlines()
     last = lines[-1] if lines else ""
     if code == 0:
-        return RunSpec.from_json(last)
+        return Probed(RunSpec.from_json(last), tuple(json.loads(line)["warning"] for line in lines[:-1]))
     if code == EXIT_REFUSED:
         try:
             refusal = json.loads(last)

@@ -24,7 +24,7 @@ from typing import Final, TextIO, cast
 
 from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.coordinator import Coordinator
-from rollout_service.control.endpoints import prepare_endpoint, remove_socket_directory, socket_endpoint
+from rollout_service.control.endpoints import prepare_endpoint, remove_socket, remove_socket_directory, socket_endpoint
 from rollout_service.control.events import Event
 from rollout_service.control.scheduling import Lockstep
 from rollout_service.control.server import Server
@@ -107,7 +107,8 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         leftovers = clean_up()
         # A run that resumes has its directory already; a new one makes it only once its settings are known to work.
         opened = stack.enter_context(RunDirectory(path, resume=True)) if config.resume else None
-        spec = prepare.probe(config, inbox)
+        probed = prepare.probe(config, inbox)
+        spec = probed.spec
         run_dir = opened or stack.enter_context(RunDirectory(path, resume=False))
 
         progress = open_progress(f"{config.env}  {path}", stream)
@@ -117,12 +118,11 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
             journal.say(f"removed, left by a run that is dead: {line}")
         if run_dir.moved_aside is not None:
             journal.say(f"an earlier run's files were moved to {run_dir.moved_aside}")
-        for warning in run_dir.resume_point.warnings:
+        for warning in (*run_dir.resume_point.warnings, *probed.warnings):
             journal.say(warning)
 
         endpoint = socket_endpoint(token) if door.endpoint is None else door.endpoint
-        if door.endpoint is None:
-            stack.callback(remove_socket_directory, endpoint)
+        stack.callback(remove_socket_directory if door.endpoint is None else remove_socket, endpoint)
         # Bound before anything else is written down: a port that the system chose is known only now.
         router = Router(endpoint, allow_tcp=door.allow_tcp)
         stack.callback(router.close)

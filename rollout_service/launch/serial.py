@@ -181,6 +181,7 @@ class SerialRun:
             figures=report.metrics,
             seconds=report.seconds,
             now=now,
+            version=self.version,
         )
         return SerialUpdate(report, self.metrics.summary(now))
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout_service.control.coordinator import Effect, Notify, Send
 from rollout_service.control.events import RolloutCommitted
+from rollout_service.control.ledger import Identity, SlotState
 from rollout_service.control.messages import (
     Abort,
     Batch,
@@ -21,6 +22,8 @@ from rollout_service.control.messages import (
     Committed,
     Grant,
     Message,
+    Pong,
+    Preempt,
     Publish,
     Ready,
     Refused,
@@ -61,8 +64,14 @@ class Actor:
 class CheckedWorld(World):
     """Watches everything that is sent."""
 
-    def __init__(self, deadline_s: float) -> None:
-        scheduler = Lockstep(ACTORS, min_actors=1, deadline_s=deadline_s)
+    def __init__(self, deadline_s: float, min_actors: int, preempt_share: float) -> None:
+        self.min_actors, self.preempt_share = min_actors, preempt_share
+        scheduler = Lockstep(
+            ACTORS,
+            min_actors=min_actors,
+            deadline_s=deadline_s,
+            preempt_share=preempt_share,
+        )
         super().__init__(ACTORS, scheduler=scheduler, total_updates=10**6)
         self.granted: dict[tuple[int, int], bytes] = {}
         self.epochs: dict[int, int] = {}
@@ -78,6 +87,8 @@ class CheckedWorld(World):
                     self.check_grant(peer, grant)
                 case Send(peer, Batch() as batch):
                     self.check_batch(peer, batch)
+                case Send(peer, Preempt() as preempt):
+                    self.check_preempt(peer, preempt)
                 case Send(peer, Committed() as answer):
                     key = (peer, answer.slot, answer.epoch)
                     assert self.answers.setdefault(key, answer.accepted) == answer.accepted, "another answer"
@@ -100,10 +111,23 @@ class CheckedWorld(World):
         self.epochs[grant.slot] = grant.epoch
         self.granted[key] = peer
 
+    def check_preempt(self, heart: bytes, preempt: Preempt) -> None:
+        """Only with the rule on, only the holder of a lease that holds, and only while somebody waits for it."""
+        ledger = self.coordinator._leases.ledger
+        assert self.preempt_share < 1.0
+        lease = ledger.lease(preempt.slot)
+        assert lease is not None
+        assert lease.epoch == preempt.epoch
+        assert heart == self.granted[preempt.slot, preempt.epoch] + b"-heart"
+
     def check_batch(self, learner: bytes, batch: Batch) -> None:
         sent = self.batches.setdefault(learner, [])
         if sent and sent[-1] == batch:
             return
+        assert sum(version > 0 for version in batch.versions) >= self.min_actors
+        other = self.spec.bank(1 - batch.bank)
+        withheld = [slot for slot in other if self.coordinator._leases.ledger.state(slot) is SlotState.QUARANTINED]
+        assert batch.withheld == tuple(withheld)
         assert not sent or batch.update == sent[-1].update + 1
         sent.append(batch)
         bank = self.spec.bank(batch.bank)
@@ -122,9 +146,13 @@ class CheckedWorld(World):
 class Run(RuleBasedStateMachine):
     """A run in which anything may happen at any time."""
 
-    @initialize(deadline_s=st.sampled_from([float("inf"), BATCH_DEADLINE_S]))
-    def start(self, deadline_s: float) -> None:
-        self.world = CheckedWorld(deadline_s)
+    @initialize(
+        deadline_s=st.sampled_from([float("inf"), BATCH_DEADLINE_S]),
+        min_actors=st.integers(1, ACTORS),
+        preempt_share=st.sampled_from([0.5, 1.0]),
+    )
+    def start(self, deadline_s: float, min_actors: int, preempt_share: float) -> None:
+        self.world = CheckedWorld(deadline_s, min_actors, preempt_share)
         self.actors: dict[int, Actor] = {}
         self.gone: list[Actor] = []
         self.learner: Peer | None = None
@@ -168,6 +196,21 @@ class Run(RuleBasedStateMachine):
         actor.moved = True
         actor.peer.tell(actor.last)
         self.read_mail(actor, lose=False)
+
+    @rule(actor_id=st.integers(0, ACTORS - 1))
+    def its_heart_beats(self, actor_id: int) -> None:
+        if (actor := self.actors.get(actor_id)) is None:
+            return
+        heard = self.world.sent[actor.peer.address + b"-heart"]
+        heard.clear()
+        actor.peer.beat(0, "env.step")
+        pong, *asked = heard
+        assert isinstance(pong, Pong)
+        assert not pong.stopping
+        lease = self.world.coordinator._leases.ledger.lease_of(Identity(*actor.identity))
+        asked_for = [(preempt.slot, preempt.epoch) for preempt in asked if isinstance(preempt, Preempt)]
+        assert len(asked_for) == len(asked)
+        assert asked_for in ([], [] if lease is None else [(lease.slot, lease.epoch)])
 
     @rule(actor_id=st.integers(0, ACTORS - 1), abandoned=st.booleans())
     def it_dies(self, actor_id: int, abandoned: bool) -> None:
@@ -246,10 +289,11 @@ class Run(RuleBasedStateMachine):
 
     @rule(
         steps=st.lists(st.none() | st.integers(0, STEPS), min_size=ACTORS, max_size=ACTORS),
+        late_for_good=st.booleans(),
         publishes=st.booleans(),
         learner_dies=st.booleans(),
     )
-    def a_round(self, steps: list[int | None], publishes: bool, learner_dies: bool) -> None:
+    def a_round(self, steps: list[int | None], late_for_good: bool, publishes: bool, learner_dies: bool) -> None:
         """One round of a run, so that interesting things happen late in it too. Steps None: that actor is late."""
         if self.learner is None:
             self.a_learner_comes()
@@ -265,6 +309,8 @@ class Run(RuleBasedStateMachine):
             if self.actors[actor_id].grant is not None and count is not None:
                 self.commit(self.actors[actor_id], count)
         self.read_all_mail()
+        if late_for_good:
+            self.time_passes(BATCH_DEADLINE_S)
         if publishes and self.batch is not None:
             self.publish(tuple(self.world.spec.bank(1 - self.batch.bank)))
 
@@ -291,8 +337,9 @@ class Run(RuleBasedStateMachine):
             self.a_learner_comes()
         if not self.learner_ready:
             self.it_is_ready_or_says_so_again(0)
-        if not self.actors:
-            self.an_actor_comes(0, True)
+        for actor_id in range(self.world.min_actors):
+            if len(self.actors) < self.world.min_actors and actor_id not in self.actors:
+                self.an_actor_comes(actor_id, True)
         for actor_id in range(ACTORS):
             if actor_id not in self.actors:
                 self.world.carry_out(self.world.coordinator.abandon_actor(actor_id, self.world.now))

@@ -25,6 +25,7 @@ from rollout_service.control.messages import (
     Hello,
     Message,
     Pong,
+    Preempt,
     Publish,
     Ready,
     Refused,
@@ -68,6 +69,7 @@ EVERY_MESSAGE = (
     Bye(reason="x", traceback="y"),
     Heartbeat(role=Role.LEARNER, pid=7, progress=9, phase="epoch"),
     Pong(stopping=True),
+    Preempt(slot=1, epoch=4, min_steps=32),
     Status(),
     StatusReport(report={"actors": [{"pid": None}], "rates": {"a": 0.5}}),
 )

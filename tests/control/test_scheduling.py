@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
+
+from rollout_service.config import TrainConfig
 from rollout_service.control.ledger import Identity, Ledger
 from rollout_service.control.scheduling import FormBatch, Lockstep
 
@@ -69,3 +73,93 @@ def test_a_closed_scheduler_decides_nothing() -> None:
     scheduler.close()
     assert scheduler.decide(ledger, set(), now=1e9) is None
     assert scheduler.next_deadline() == math.inf
+
+
+def test_the_first_bank_has_a_deadline_of_its_own() -> None:
+    scheduler = Lockstep(2, deadline_s=5.0, first_deadline_s=60.0)
+    scheduler.open(0, now=10.0, first=True)
+    assert scheduler.next_deadline() == 70.0
+    scheduler.open(1, now=10.0)
+    assert scheduler.next_deadline() == 15.0
+
+
+def test_without_min_actors_a_deadline_changes_nothing() -> None:
+    scheduler = Lockstep(2, deadline_s=5.0)
+    ledger = leased(range(2), scheduler)
+    commit(ledger, 0, 0)
+    assert scheduler.decide(ledger, set(), now=1e9) is None
+
+
+def test_slots_that_nobody_took_are_told_apart_from_late_ones() -> None:
+    scheduler = Lockstep(3, min_actors=1, deadline_s=5.0)
+    ledger = leased(range(2), scheduler)
+    commit(ledger, 0, 0)
+    assert scheduler.decide(ledger, set(), now=15.0) == FormBatch(0, late=(1,), unclaimed=(2,))
+
+
+def test_min_actors_is_asked_for_even_if_nobody_else_can_come() -> None:
+    scheduler = Lockstep(2, min_actors=2, deadline_s=5.0)
+    ledger = leased(range(1), scheduler)
+    commit(ledger, 0, 0)
+    assert scheduler.decide(ledger, {1}, now=1e9) is None
+    assert scheduler.missing(ledger, {1}) == []
+    assert scheduler.missing(ledger, ()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("share", "actors", "committed"),
+    [(0.75, 4, 3), (0.5, 4, 2), (0.7, 10, 7), (0.01, 4, 1), (0.99, 4, 4), (0.34, 3, 2)],
+)
+def test_the_others_are_preempted_once_a_share_of_the_actors_has_committed(
+    share: float, actors: int, committed: int
+) -> None:
+    scheduler = Lockstep(actors, preempt_share=share)
+    ledger = leased(range(actors), scheduler)
+    asked_at = []
+    for actor_id in range(actors):
+        commit(ledger, actor_id, actor_id)
+        if scheduler.to_preempt(ledger, set()) == list(range(actor_id + 1, actors)) != []:
+            asked_at.append(actor_id + 1)
+    assert asked_at == list(range(committed, actors))
+
+
+def test_a_share_of_one_preempts_nobody() -> None:
+    scheduler = Lockstep(3)
+    ledger = leased(range(3), scheduler)
+    for actor_id in (0, 1):
+        commit(ledger, actor_id, actor_id)
+    assert scheduler.to_preempt(ledger, set()) == []
+
+
+def test_who_cannot_come_is_not_counted_in_the_share() -> None:
+    scheduler = Lockstep(4, preempt_share=0.5)
+    ledger = leased(range(3), scheduler)
+    commit(ledger, 0, 0)
+    assert scheduler.to_preempt(ledger, {3}) == []
+    commit(ledger, 1, 1)
+    assert scheduler.to_preempt(ledger, {3}) == [2]
+
+
+def test_settings_become_rules() -> None:
+    config = TrainConfig(
+        num_actors=4, num_steps=10, min_actors=2, batch_deadline=3.0, preempt_share=0.75, total_steps=10_000
+    )
+    scheduler = Lockstep.of(config, 4)
+    assert (scheduler.needed, scheduler.deadline_s, scheduler.first_deadline_s) == (2, 3.0, math.inf)
+    assert (scheduler.preempt_share, scheduler.preempt_min_steps) == (0.75, 3)
+    off = Lockstep.of(TrainConfig(), 4)
+    assert (off.needed, off.deadline_s, off.first_deadline_s, off.preempt_share) == (4, math.inf, math.inf, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"min_actors": 2}, "min_actors 2 has no effect without a deadline"),
+        ({"min_actors": 5, "num_actors": 4, "batch_deadline": 1.0}, "min_actors 5 is more than num_actors 4"),
+        ({"preempt_share": 0.0}, "preempt_share"),
+        ({"batch_deadline": 0.0}, "batch_deadline"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(**settings)

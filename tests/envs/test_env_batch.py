@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -12,7 +12,7 @@ from gymnasium import spaces as gym_spaces
 
 from rollout_service.envs.make import spaces_from_gymnasium
 from rollout_service.envs.vector import EnvBatch, FinishedEpisode, Silent
-from rollout_service.errors import EnvFault, SpaceNotSupported
+from rollout_service.errors import EnvFault, OutOfOrder, SpaceNotSupported
 from tests.fixtures.envs import (
     BoomEnv,
     BrokenResetEnv,
@@ -304,3 +304,54 @@ def test_the_pulse_grows_with_every_env_step_and_reset() -> None:
     batch.step(zeros(batch), out)
     assert pulse.progress >= 4
     assert pulse.phase == "env.step"
+
+
+# A step in a hurry
+
+
+def answers(*given: bool) -> Callable[[], bool]:
+    """A hurry that begins in the middle of a step."""
+    left = iter(given)
+    return lambda: next(left)
+
+
+def test_a_hurried_step_leaves_the_remaining_resets_for_later() -> None:
+    batch, out = batch_of(TickEnv(1), TickEnv(1, "trunc"), TickEnv(9), TickEnv(1))
+    outcome = batch.step(zeros(batch), out, answers(False, True))
+    assert outcome.ended_envs == outcome.starting_envs == [0, 1, 3]
+    assert outcome.final_observations["observations"][1].tolist() == [0, 1]
+    assert out["observations"].tolist() == [[1, 0], [0, 0], [0, 1], [0, 0]]
+    with pytest.raises(OutOfOrder, match=r"envs \[1, 3\] have ended"):
+        batch.step(zeros(batch), out)
+    batch.reset_owed(out)
+    assert out["observations"].tolist() == [[1, 0], [1, 0], [0, 1], [1, 0]]
+    assert [episode.length for episode in batch.step(zeros(batch), out).episodes] == [1, 1, 1]
+
+
+def test_without_a_hurry_every_reset_is_made_and_nothing_is_owed() -> None:
+    batch, out = batch_of(TickEnv(1), TickEnv(1))
+    batch.step(zeros(batch), out, answers(False, False))
+    assert out["observations"].tolist() == [[1, 0], [1, 0]]
+    batch.reset_owed(out)
+    assert out["observations"].tolist() == [[1, 0], [1, 0]]
+
+
+def test_a_reset_of_all_makes_up_for_owed_ones_too() -> None:
+    batch, out = batch_of(TickEnv(1), TickEnv(1))
+    batch.step(zeros(batch), out, answers(True))
+    batch.reset_all(out)
+    assert out["observations"].tolist() == [[1, 0], [1, 0]]
+    batch.step(zeros(batch), out)
+
+
+def test_an_owed_reset_that_fails_names_its_env() -> None:
+    class BreaksLater(TickEnv):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            if self.episode == 0:
+                raise RuntimeError("no second episode")
+            return super().reset(seed=seed)
+
+    batch, out = batch_of(TickEnv(9), BreaksLater(1))
+    batch.step(zeros(batch), out, answers(True))
+    with pytest.raises(EnvFault, match="env 1 .* reset raised RuntimeError: no second episode"):
+        batch.reset_owed(out)

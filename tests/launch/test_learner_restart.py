@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ def test_a_learner_that_is_killed_again_and_again_costs_updates_and_nothing_else
     assert origins[0] == ("the start", "0", "0")
     assert int(origins[-1][1]) >= 60 - 20
     assert records(run_dir)[-1]["learner/restarts"] == len(killed)
+
+
+def test_a_stop_while_the_next_learner_is_starting_ends_the_run_at_once(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    with Service(*words("--no-tensorboard", updates=1_000_000), cwd=tmp_path) as service:
+        eventually(lambda: service.updates(run_dir) >= 2, START_S, "two updates")
+        first = learner(service, but=set())
+        first.kill()
+        learner(service, but={first.pid})
+        service.signal_group(signal.SIGINT)
+        assert service.wait(5.0) == 130
+        said = service.stderr()
+    assert "Traceback" not in said
+    assert "was killed" not in said
+    assert checkpoint.require(run_dir).checkpoint.manifest.update >= 2
 
 
 LIVES = """

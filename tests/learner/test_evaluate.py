@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -66,18 +67,24 @@ def untrained(run_dir: Path, **settings: Any) -> Trainer:
 
 
 class Recorder:
-    """A policy that writes down the state entering every step."""
+    """A policy that writes down what enters every step, and the first env's odds of action 1 and value."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
         self.entering: list[np.ndarray] = []
+        self.seen: list[np.ndarray] = []
+        self.chosen: list[tuple[float, float]] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
 
     def step(self, observations: Any, state: Any, noise: Any) -> Any:
         self.entering.append(state["cell"].numpy().copy())
-        return self.policy.step(observations, state, noise)
+        self.seen.append(observations["observations"].numpy().copy())
+        step = self.policy.step(observations, state, noise)
+        taken = float(step.log_probs[0].double().exp())
+        self.chosen.append((taken if int(step.actions[0]) == 1 else 1.0 - taken, float(step.values[0])))
+        return step
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -103,6 +110,39 @@ def test_one_env_that_ends_leaves_the_state_of_its_neighbours_alone(tmp_path: Pa
     assert set(np.unique(rises[steps_into_episode[1:] > 0])) == {1.0}
     fresh = steps_into_episode == 0
     assert (fresh.any(axis=1) & ~fresh.all(axis=1)).any()
+
+
+class PastEnv(gymnasium.Env[Any, Any]):
+    """Shows `past` for 5 steps and then zero; an episode has 6 steps."""
+
+    def __init__(self, past: float) -> None:
+        self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self.past = past
+        self.t = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.full(1, self.past, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return np.full(1, self.past if self.t < 5 else 0.0, np.float32), 0.0, self.t == 6, False, {}
+
+
+def test_two_pasts_with_the_same_present_are_evaluated_differently(tmp_path: Path) -> None:
+    last_rows = []
+    for past in (1.0, -1.0):
+        trainer = untrained(tmp_path, env=f"{__name__}:PastEnv", env_kwargs={"past": past}, hidden_dim=16)
+        with torch.no_grad():
+            trainer.policy.policy.weight.mul_(100.0)  # a fresh action head hardly reacts to anything
+        recorder = Recorder(trainer.policy)
+        play(recorder, trainer.spec, [1], argmax=True, seed=1)  # type: ignore[arg-type]
+        assert recorder.seen[5].tolist() == [[0.0]]
+        last_rows.append(recorder.chosen[5])
+    for first, second in zip(*last_rows, strict=True):
+        assert abs(first - second) > 1e-3
 
 
 def test_two_histories_that_end_in_the_same_observation_lead_to_different_actions(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 
 from rollout_service import checkpoint as checkpoints
+from rollout_service.config import TrainConfig
 from rollout_service.launch.rundir import to_toml
 from rollout_service.launch.serial import run_serial
 from tests.fixtures.training import small_config
@@ -19,39 +18,38 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 100
 
 
-def final_arrays(run_dir: Path) -> dict[str, np.ndarray]:
-    """What the last checkpoint of a run holds."""
-    return checkpoints.require(run_dir).checkpoint.arrays
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_layers": 2, "normalize_observations": True, "normalize_returns": True},
-        {"state_strategy": "zero", "value_clip_range": 0.2, "target_kl": 0.001},
-    ],
-    ids=["stored", "zero"],
-)
-def test_many_processes_train_to_the_bits_of_one(tmp_path: Path, settings: dict[str, Any]) -> None:
-    config = small_config(total_steps=64 * 8, self_check=1, learning_rate=1e-2, **settings)
-    run_serial(config.model_copy(update={"run_dir": tmp_path / "serial"}))
-    (tmp_path / "config.toml").write_text(to_toml(config))
+def train_in_processes(config: TrainConfig, run_dir: Path) -> None:
+    """The whole command, with its service, actors and learner as processes."""
+    file = run_dir.with_suffix(".toml")
+    file.write_text(to_toml(config))
+    words = ["train", "--config", str(file), "--run-dir", str(run_dir), "--no-tensorboard"]
     ended = subprocess.run(
-        [
-            sys.executable, "-m", "rollout_service", "train",
-            "--config", str(tmp_path / "config.toml"), "--run-dir", str(tmp_path / "processes"), "--no-tensorboard",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )  # fmt: skip
+        [sys.executable, "-m", "rollout_service", *words], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert ended.returncode == 0, ended.stderr
-    serial, processes = final_arrays(tmp_path / "serial"), final_arrays(tmp_path / "processes")
-    assert set(serial) == set(processes)
+
+
+def require_equal(first: Path, second: Path) -> None:
+    """The last checkpoints of two runs hold the same arrays, bit for bit."""
+    one, other = (checkpoints.require(run_dir).checkpoint.arrays for run_dir in (first, second))
+    assert set(one) == set(other)
     # The global generator of torch is none of the run's: nothing draws from it.
-    for name in sorted(set(serial) - {"generator/torch"}):
-        np.testing.assert_array_equal(serial[name], processes[name], err_msg=name)
+    for name in sorted(set(one) - {"generator/torch"}):
+        np.testing.assert_array_equal(one[name], other[name], err_msg=f"{name} of {first.name} and {second.name}")
+
+
+def test_many_processes_train_to_the_bits_of_one_under_the_zero_strategy(tmp_path: Path) -> None:
+    config = small_config(
+        state_strategy="zero",
+        value_clip_range=0.2,
+        target_kl=0.001,
+        total_steps=64 * 8,
+        self_check=1,
+        learning_rate=1e-2,
+    )
+    run_serial(config.model_copy(update={"run_dir": tmp_path / "serial"}))
+    train_in_processes(config, tmp_path / "processes")
+    require_equal(tmp_path / "serial", tmp_path / "processes")
     both = [checkpoints.require(tmp_path / name).checkpoint.manifest for name in ("serial", "processes")]
     assert both[0].generators == both[1].generators
     assert [manifest.update for manifest in both] == [8, 8]
@@ -71,3 +69,23 @@ def test_weights_do_not_depend_on_how_envs_are_split_over_actors() -> None:
         return str(run_serial(config)["weights_digest"])
 
     assert digest(1, 8) == digest(2, 4) == digest(4, 2)
+
+
+def test_one_two_and_four_actors_train_to_the_bits_of_the_serial_run_over_the_same_eight_envs(tmp_path: Path) -> None:
+    def config(num_actors: int) -> TrainConfig:
+        return small_config(
+            num_actors=num_actors,
+            envs_per_actor=8 // num_actors,
+            envs_per_forward=2,
+            total_steps=8 * 16 * 3,
+            num_layers=2,
+            normalize_observations=True,
+            normalize_returns=True,
+            learning_rate=1e-2,
+            self_check=1,
+        )
+
+    run_serial(config(1).model_copy(update={"run_dir": tmp_path / "serial"}))
+    for num_actors in (1, 2, 4):
+        train_in_processes(config(num_actors), tmp_path / f"{num_actors}-actors")
+        require_equal(tmp_path / "serial", tmp_path / f"{num_actors}-actors")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import psutil
 import pytest
 
 from rollout_service.control import events
@@ -121,20 +122,25 @@ def test_an_actor_fills_its_grants_and_carries_its_state_from_one_to_the_next(se
     service.stop()
     assert actor.wait(DEADLINE_S) == 0
     left = service.wait_for(events.PeerLeft)
-    assert (left.role, left.actor_id, left.reason, left.traceback) == (Role.ACTOR, 0, "finished", "")
+    assert (left.role, left.actor_id, left.reason, left.traceback) == (
+        Role.ACTOR,
+        0,
+        "the test is over",
+        "",
+    )
     assert actor.stderr is not None
     assert actor.stderr.read() == "actor: leaving, the test is over\n"
 
 
-def test_sigterm_ends_an_actor_that_waits_for_a_grant(service: Service) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_actor_of_a_terminal_that_waits_for_a_grant(service: Service, number: signal.Signals) -> None:
     actor = service.start_actor()
     service.wait_for(events.RolloutCommitted)
-    actor.send_signal(signal.SIGINT)
-    actor.send_signal(signal.SIGTERM)
+    actor.send_signal(number)
     assert actor.wait(DEADLINE_S) == 0
-    assert service.wait_for(events.PeerLeft).reason == "finished"
+    assert service.wait_for(events.PeerLeft).reason == f"stopped by {number.name}"
     assert actor.stderr is not None
-    assert actor.stderr.read() == "actor: leaving, stopped by a signal\n"
+    assert actor.stderr.read() == f"actor: leaving, stopped by {number.name}\n"
 
 
 def test_an_env_that_raises_sends_its_traceback_and_ends_the_process(booming_service: Service) -> None:
@@ -147,7 +153,7 @@ def test_an_env_that_raises_sends_its_traceback_and_ends_the_process(booming_ser
     assert 'raise ValueError("boom-7")' in left.traceback
     assert "EnvFault" in left.traceback
     assert actor.stderr is not None
-    assert actor.stderr.read() == f"actor: {left.reason}\n"
+    assert actor.stderr.read() == f"{left.traceback}actor: {left.reason}\n"
 
 
 def test_an_actor_computes_on_one_thread_and_sees_no_gpu() -> None:
@@ -155,10 +161,49 @@ def test_an_actor_computes_on_one_thread_and_sees_no_gpu() -> None:
         "import sys; from unittest import mock; import workers.__main__ as entry; "
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; "
         "session = mock.MagicMock(); session.run.return_value = 0; sys.modules['workers.session'] = session; "
-        "entry.main(['--connect', 'ipc:///x', '--actor', '3']); (how,) = session.run.call_args.args; print(how.endpoint, how.hello.requested_actor); "
+        "entry.main(['--connect', 'ipc:///x', '--actor', '3']); (how,) = session.run.call_args.args; "
+        "print(how.endpoint, how.hello.requested_actor); "
         "import os; print(os.environ['OMP_NUM_THREADS'], repr(os.environ['CUDA_VISIBLE_DEVICES'])); "
         "import torch; print(torch.get_num_threads())"
     )
     bare = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=bare)
     assert shown.stdout.splitlines() == ["ipc:///x 3", "1 ''", "1"]
+
+
+RSS_GROWTH = 50 << 20
+
+
+@pytest.fixture
+def service_of_four() -> Iterator[Service]:
+    with make_rig(kwargs={"length": 7}, num_actors=4, num_steps=8) as rig:
+        yield from serve(rig)
+
+
+def test_fast_actors_wait_for_a_slow_learner_and_every_slot_is_read_once(service_of_four: Service) -> None:
+    service, learner = service_of_four, service_of_four.learner
+    actors = [psutil.Process(service.start_actor(actor_id).pid) for actor_id in range(4)]
+    batch = learner.exchange(Ready(version=0), Batch, deadline_s=DEADLINE_S)
+    before = [actor.memory_info().rss for actor in actors]
+    read: list[tuple[int, tuple[int, ...]]] = []
+    for update in (1, 2, 3):
+        assert batch is not None
+        assert batch.valid_steps == (8, 8, 8, 8)
+        slots = service.rig.spec.bank(batch.bank)
+        read.append((batch.update, tuple(service.rig.memory.header(slot).committed_epoch for slot in slots)))
+        if update == 2:
+            assert learner.receive(2.0) is None, "a batch that was not asked for"
+            assert service.server.report()["slots"] == {
+                "free": 4,
+                "leased": 0,
+                "ready": 0,
+                "reading": 4,
+                "quarantined": 0,
+            }
+        service.rig.weights.publish(update, service.rig.policy.to_arrays())
+        publish = Publish(update=update, version=update, bank=batch.bank)
+        batch = learner.exchange(publish, Batch, deadline_s=DEADLINE_S)
+    assert read == [(1, (1, 1, 1, 1)), (2, (1, 1, 1, 1)), (3, (2, 2, 2, 2))]
+    assert all(actor.memory_info().rss - was < RSS_GROWTH for actor, was in zip(actors, before, strict=True))
+    service.stop()
+    assert [actor.wait(DEADLINE_S) for actor in service.actors] == [0] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
 
@@ -15,10 +14,10 @@ from tests.workers.rig import Rig, make_rig
 STATE = ("hidden", "cell")
 
 
-def seed_other_bank(rig: Rig) -> dict[str, np.ndarray]:
-    """What the learner does after bank 0: row 0 and carry of bank 1. Returns the views of bank 1."""
+def seed_other_bank(rig: Rig, steps: int = 0) -> dict[str, np.ndarray]:
+    """What the learner does after bank 0 (all its steps, or the first `steps`): row 0 and carry of bank 1, returned."""
     rollout = rig.rollout(0)
-    last = recurrence.ended(rollout["terminated"], rollout["truncated"], rollout["valid"])[:, -1]
+    last = recurrence.ended(rollout["terminated"], rollout["truncated"], rollout["valid"])[:, steps - 1]
     state, carry = recurrence.warm_start(last, {name: rollout[f"final_{name}"] for name in STATE})
     following = rig.memory.rollout(rig.spec.bank(1))
     for name, rows in state.items():
@@ -70,6 +69,26 @@ def test_a_preempted_lease_commits_the_steps_it_has_and_the_next_one_goes_on() -
         following = rig.rollout(1)
         np.testing.assert_allclose(following["cell"][0, 0, 0, 0], 0.3, atol=1e-5)
         assert following["observations"][0, 0].tolist() == [0.0, 3.0]
+
+
+def test_a_lease_that_ends_in_a_hurry_leaves_resets_to_the_next_one() -> None:
+    """Both episodes end with the third step, at which the lease is over: resets can be slow, the commit need not wait."""
+    envs = [TickEnv(3), TickEnv(3, "trunc")]
+    with make_rig(envs=envs, counter=True, envs_per_actor=2, num_steps=8) as rig:
+        commit = rig.fill(StartFrom.FRESH, preempted=lambda steps: steps >= 3)
+        assert [env.episode for env in envs] == [0, 0]
+        first = rig.rollout(0)
+        assert (commit.valid_steps, [episode.length for episode in commit.episodes]) == (3, [3, 3])
+        assert first["terminated"][:, 2].tolist() == [1, 0]
+        assert np.isfinite(first["truncation_values"][1, 2])
+        assert np.isfinite(first["last_values"]).all()
+        seed_other_bank(rig, 3)
+        commit = rig.fill(StartFrom.SEEDED, bank=1)
+        assert commit.counters.get("seed_mismatches", 0) == 0
+        following = rig.rollout(1)
+        assert following["episode_start_carry"].tolist() == [1.0, 1.0]
+        assert following["observations"][:, 0].tolist() == [[1.0, 0.0], [1.0, 0.0]]
+        np.testing.assert_allclose(following["cell"][:, :4, 0, 0], [[0.0, 0.1, 0.2, 0.0]] * 2, atol=1e-5)
 
 
 def test_a_barrier_cuts_running_episodes_and_the_next_lease_begins_new_ones() -> None:

@@ -1,0 +1,157 @@
+"""One learner after another: what the journal says, what numbers and logs do, and when there is no next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rollout_service import checkpoint as checkpoints
+from rollout_service.config import TrainConfig
+from rollout_service.control.events import LearnerReady
+from rollout_service.control.messages import Role
+from rollout_service.launch.children import Child
+from rollout_service.launch.run import Run
+from rollout_service.launch.succession import Succession
+from rollout_service.lifeline import EXIT_NOT_AGAIN
+from rollout_service.observe.metrics import RunMetrics
+from tests.test_checkpoint import save
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nRuntimeError: boom'
+
+
+@dataclass
+class Paper:
+    """Journal and logs of a run that is only on paper."""
+
+    said: list[str] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def cut_back(self, env_steps: int) -> None:
+        self.cuts.append(env_steps)
+
+
+class Learners:
+    """The learners of one run; it has checkpoints of updates 2 and 4, and has reached update 6."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.paper = Paper()
+        self.metrics = RunMetrics(total_steps=10_000, total_updates=10, num_actors=2, started=0.0)
+        self.path = path
+        for update in (2, 4):
+            save(path, update)
+        run = SimpleNamespace(
+            config=TrainConfig(**settings), path=path, journal=self.paper, logs=self.paper, metrics=self.metrics
+        )
+        self.succession = Succession(cast(Run, run))
+        self.reach(6)
+
+    def reach(self, update: int) -> None:
+        self.metrics.update(update=update, env_steps=1000 * update, figures={}, seconds={}, now=1.0)
+        self.succession.finished(update)
+
+    def die(self, code: int, words: str = "", pid: int = 7, now: float = 1.0) -> float | None:
+        process = cast(Any, SimpleNamespace(pid=pid))
+        child = Child(Role.LEARNER, process, self.path / "learner.log", 0)
+        return self.succession.after_death(child, f"ended with code {code}", code, words, now)
+
+
+@pytest.fixture
+def learners(tmp_path: Path) -> Learners:
+    return Learners(tmp_path)
+
+
+def test_a_death_is_said_with_pid_reason_checkpoint_and_what_is_rolled_back(learners: Learners) -> None:
+    kept = checkpoints.newest(learners.path).checkpoint
+    assert kept is not None
+    steps = kept.manifest.env_steps
+    assert learners.die(-9) == 0.0
+    assert learners.paper.said == [
+        "learner (pid 7) ended with code -9; restarted now (restart 1 of 10 within 300 s) from checkpoint-00000004 "
+        f"(update 4, env step {steps}): {6000 - steps} env steps are rolled back"
+    ]
+    assert learners.metrics.learner_restarts == 1
+    assert learners.paper.cuts == [], "nothing is taken back before another learner is there"
+
+
+def test_a_damaged_newest_checkpoint_is_said_aloud(learners: Learners) -> None:
+    (checkpoints.listed(learners.path)[-1] / checkpoints.ARRAYS_FILE).write_bytes(b"")
+    assert learners.die(-9) == 0.0
+    warning, death = learners.paper.said
+    assert "checkpoint-00000004 is damaged" in warning
+    assert "from checkpoint-00000002 (update 2," in death
+
+
+def test_without_a_usable_checkpoint_nobody_begins_again_from_nothing(learners: Learners) -> None:
+    for path in checkpoints.listed(learners.path):
+        (path / checkpoints.ARRAYS_FILE).write_bytes(b"")
+    assert learners.die(-9) is None
+    assert "the run stops: there is no usable checkpoint to go on from" in learners.paper.said[-1]
+
+
+def test_a_learner_that_died_before_its_first_checkpoint_begins_anew(learners: Learners) -> None:
+    checkpoints.checkpoint_root(learners.path).rename(learners.path / "elsewhere")
+    assert learners.die(-9) == 0.0
+    assert "from the start (update 0, env step 0)" in learners.paper.said[-1]
+
+
+def test_an_error_that_comes_again_is_not_tried_again(learners: Learners) -> None:
+    assert learners.die(EXIT_NOT_AGAIN, TRACEBACK) is None
+    assert learners.paper.said[-1].endswith(TRACEBACK)
+
+
+def test_a_traceback_is_said_once(learners: Learners) -> None:
+    assert learners.die(1, TRACEBACK) == 0.0
+    assert learners.die(1, TRACEBACK.replace("line 1", "line 2")) is None
+    first, last = learners.paper.said
+    assert first.endswith(TRACEBACK)
+    assert "Traceback" not in last
+    assert last.endswith(f"the error is the one above; {learners.path / 'learner.log'} has it too")
+
+
+def test_another_error_is_said_in_full(learners: Learners) -> None:
+    learners.die(1, TRACEBACK)
+    learners.die(1, TRACEBACK.replace("boom", "bang"))
+    assert learners.paper.said[-1].endswith("RuntimeError: bang")
+
+
+def test_progress_since_the_last_error_earns_another_try(learners: Learners) -> None:
+    assert learners.die(1, TRACEBACK) == 0.0
+    learners.reach(7)
+    assert learners.die(1, TRACEBACK, now=400.0) == 0.0
+
+
+def test_numbers_and_logs_go_back_to_where_the_next_one_stands(learners: Learners) -> None:
+    learners.die(-9)
+    ready = LearnerReady(8, 9, 4, 4000, True, False, 2, 1000, 2, 2000)
+    learners.succession.ready(ready, 5.0)
+    assert learners.paper.cuts == [4000]
+    assert (learners.metrics.updates, learners.metrics.env_steps) == (4, 4000)
+    assert learners.paper.said[-1] == (
+        "learner (pid 8) goes on from update 4, env step 4000, with weights version 9; rolled back: 2 updates, "
+        "2000 env steps; dropped: 2 rollouts, 1000 env steps"
+    )
+    assert learners.metrics.counters == {
+        "dropped_rollouts": 2,
+        "dropped_env_steps": 1000,
+        "rolled_back_updates": 2,
+        "rolled_back_env_steps": 2000,
+    }
+
+
+def test_the_first_learner_takes_nothing_back_and_is_not_talked_of(tmp_path: Path) -> None:
+    learners = Learners(tmp_path)
+    learners.succession.ready(LearnerReady(8, 1, 6, 6000), 5.0)
+    assert (learners.paper.cuts, learners.paper.said, learners.metrics.counters) == ([], [], {})
+
+
+def test_with_no_restarts_allowed_the_first_death_ends_the_run(tmp_path: Path) -> None:
+    learners = Learners(tmp_path, max_restarts=0)
+    assert learners.die(-9) is None
+    assert "all 0 restarts within 300 s are used up" in learners.paper.said[-1]
