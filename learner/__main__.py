@@ -5,8 +5,7 @@ reaches every process of a terminal at once, and the parent says STOP. SIGTERM s
 way; before there is anything to save it ends the process. What must never happen: an exit without a word. An error
 goes out as BYE with its traceback.
 
-    exit code   0 told to leave   1 an error that may not come again, or the service was lost   2 wrong words
-                78 an error that comes again however often the learner is started (lifeline.EXIT_NOT_AGAIN)
+    exit code   0 told to leave   1 an error, or the service was lost   2 wrong words
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Final
 
 from rollout_service.control.attendance import Attendance
 from rollout_service.control.messages import Hello, Role
-from rollout_service.errors import ConfigError, RatioLawBroken, SpaceNotSupported
 from rollout_service.lifeline import WAIT_S, begin, leave
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 POLITE_POOL: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 """Threads of the pool sleep at barriers. Spinning ones, the default, take the cores from actors that still step their
 envs: with two threads on two busy cores an update took ten times as long."""
-COME_AGAIN: Final = (ConfigError, SpaceNotSupported, RatioLawBroken)
-"""Errors that say that settings or data are wrong, and that a restored learner would meet again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by_hand,
         wait_s=chosen.wait_for_service,
         reconnect_s=chosen.reconnect,
-        not_again=COME_AGAIN,
     )
     return attendance.attend(take_part, take_seat)
 

@@ -110,6 +110,23 @@ class RecurrentRolloutBuffer(RolloutViews):
         if own:
             self._cells = CellWriter(memory.writer(slots.start), memory.fields)
 
+    # Reading the learner's products
+
+    def advantages(self) -> NDArray[Any]:
+        """float32 [T, N], writable; 0 until GAE has run over this rollout."""
+        self._forget_products()
+        return super().advantages()
+
+    def returns(self) -> NDArray[Any]:
+        """float32 [T, N], writable; 0 until GAE has run over this rollout."""
+        self._forget_products()
+        return super().returns()
+
+    def _forget_products(self) -> None:
+        """What GAE made of a rollout that has been overwritten since. Actors cannot do it: they may not write here."""
+        if self._cells is None and self._covered is not None and self._covered.epochs != self._epochs():
+            self.reset()
+
     # Writing
 
     def add(
@@ -261,6 +278,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         if last.shape != (self._num_envs,):
             raise ShapeError(f"last_values has shape {last.shape}; it needs one value per env, ({self._num_envs},)")
         self._require_rows(steps)
+        self._forget_products()
         columns = int(steps.max())
         rows = {name: array[:, :columns] for name, array in self._arrays.items() if self._fields[name].per is Per.STEP}
         within = np.arange(columns) < steps[:, None]
@@ -330,6 +348,7 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     def clone(self) -> RecurrentRolloutBuffer:
         """A deep copy: a standalone buffer with memory of its own, in the same place of its life."""
+        self._forget_products()
         twin = RecurrentRolloutBuffer.__new__(RecurrentRolloutBuffer)
         memory = RolloutMemory.create(
             self._memory.fields, num_slots=1, envs_per_slot=self._num_envs, num_steps=self._num_steps

@@ -107,6 +107,11 @@ class RolloutViews:
         """float32 [N]: written by the actors at commit, standalone by the last GAE call."""
         return _read_only(self._arrays["last_values"])
 
+    def incarnations(self) -> NDArray[np.int64]:
+        """int [N]: which life of its actor each env's rows are of."""
+        lives = [self._memory.header(slot).incarnation for slot in self._slots]
+        return np.repeat(np.array(lives, np.int64), self._memory.envs_per_slot)
+
     def final_state(self) -> dict[str, Grid]:
         """By name, float32 [N, L, H]: written by the actors at commit, standalone by seed_warm_start."""
         return {name: _read_only(self._arrays[FINAL_PREFIX + name]) for name in self._state_names}

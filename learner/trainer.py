@@ -125,6 +125,8 @@ class Trainer:
         self._shuffle = generator(spec.seed, Purpose.MINIBATCH)
         self._dump_to = config.dump_batch
         self._returns = ReturnNormalizer(spec.num_envs, config.gamma) if config.normalize_returns else None
+        self._lives = np.full(spec.num_envs, -1, np.int64)
+        """[N] incarnation whose rows were taken into the return statistics last; -1: of an earlier run, or none."""
         self._settings = PpoSettings.from_config(config)
         self._ratio_limit = RATIO_LIMIT_CUDA if self.device.type == "cuda" else RATIO_LIMIT_CPU
 
@@ -289,8 +291,20 @@ class Trainer:
         rewards = rollout.rewards().T
         valid = live_rows(rollout, counts)
         ends = ended(rollout.terminated().T, rollout.truncated().T, valid)
-        self._returns.update(rewards, ends, valid, rollout.episode_start_carry())
+        self._returns.update(rewards, ends, valid, self._return_starts(rollout, counts))
         return self.config.reward_scale * self._returns.scale
+
+    def _return_starts(self, rollout: RecurrentRolloutBuffer, counts: np.ndarray) -> np.ndarray:
+        """[N] not 0 where row 0 begins an episode that the last row before it did not end: its env is a new one.
+
+        The carry flag says so under `stored`. Under `zero` it is 1 in every rollout, and only a new actor tells.
+        """
+        if self.spec.state_strategy is StateStrategy.STORED:
+            return np.asarray(rollout.episode_start_carry())
+        lives = np.where(counts > 0, rollout.incarnations(), self._lives)
+        starts: np.ndarray = lives != self._lives
+        self._lives = lives
+        return starts
 
     def _per_env(self, valid_steps: ArrayLike) -> np.ndarray:
         counts = np.asarray(valid_steps, np.int64).reshape(-1)
@@ -381,6 +395,7 @@ class Trainer:
         # A copy: arrays read from a file are not writable, which torch does not take.
         arrays = {name: np.array(array) for name, array in checkpoint.arrays.items()}
         self.load(TrainerState(arrays, checkpoint.manifest.generators))
+        self._lives[:] = -1
         self.updates_done = checkpoint.manifest.update
         self.env_steps_done = checkpoint.manifest.env_steps
         self.updates_skipped = checkpoint.manifest.counters.get("updates_skipped", 0)

@@ -198,7 +198,7 @@ def _train(config: TrainConfig) -> int:
 
 def _show(outcome: Outcome, config: TrainConfig) -> int:
     """Prints what came of a run; returns the exit code."""
-    from rollout_service.launch.supervisor import How
+    from rollout_service.launch.ending import How
     from rollout_service.observe.progress import result_rows, result_table
 
     ending = outcome.ending
@@ -213,15 +213,20 @@ def _show(outcome: Outcome, config: TrainConfig) -> int:
 
 
 def _train_serially(config: TrainConfig) -> int:
+    from rollout_service import errors
+    from rollout_service.launch.signals import Interrupted
     from rollout_service.launch.train import train_serially as run
-    from rollout_service.observe.progress import result_rows, result_table
 
-    outcome = run(config)
-    if config.json_output:
-        _print_json(outcome.result())
-    else:
-        print(result_table(result_rows(outcome.summary, str(outcome.run_dir))))
-    return outcome.ending.exit_code
+    try:
+        return _show(run(config), config)
+    except (errors.ConfigError, errors.SpaceNotSupported, errors.SegmentError, errors.CheckpointError, Interrupted):
+        raise
+    except errors.RolloutServiceError:
+        # A role failed, and in this process: its own traceback says where.
+        import traceback
+
+        traceback.print_exc()
+        return EXIT_FAILED
 
 
 def _exit_code(error: Exception) -> int:

@@ -16,6 +16,7 @@ RolloutServiceError
 ├── StateMissing            a recurrent policy was called without its state
 ├── ProtocolError           control plane
 │   ├── MessageRejected     malformed, oversized, unknown or of another protocol version
+│   │   └── ProtocolVersionDiffers   the last of these
 │   └── HandshakeRefused    the two sides run different configurations
 ├── WaitTimedOut            a deadline passed; says what was waited for and how long
 ├── CheckpointError         missing, damaged, or of another configuration
@@ -86,6 +87,10 @@ class ProtocolError(RolloutServiceError):
 
 class MessageRejected(ProtocolError, ValueError):
     """A message that is malformed, oversized, unknown or of another protocol version."""
+
+
+class ProtocolVersionDiffers(MessageRejected):
+    """A message of a release that speaks another protocol version. Names both."""
 
 
 class HandshakeRefused(ProtocolError):

@@ -36,9 +36,6 @@ POLL_S: Final = 0.5
 """How often the parent is looked for where the kernel cannot tell of its death."""
 EXIT_ORPHANED: Final = 70
 """Exit code of a child that the watching thread had to end."""
-EXIT_NOT_AGAIN: Final = 78
-"""Exit code of a role that knows that starting it again cannot help: a setting is wrong, or a law of the data is
-broken. Any other code, and any signal, may be chance."""
 PR_SET_PDEATHSIG: Final = 1
 STACK_DUMP_SIGNAL: Final = getattr(signal, "SIGUSR1", signal.SIGTERM)
 """Makes a child write the stacks of all its threads to standard error. SIGTERM where there is no SIGUSR1."""

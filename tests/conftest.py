@@ -7,16 +7,18 @@ neither this process nor its child is somebody else's.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
-from rollout_service.memory.segment import list_segments
+from rollout_service.memory.segment import SegmentInfo, list_segments
 
 DEATH_DEADLINE_S = 5.0
 """A child that was told to leave may need a moment to be reaped."""
@@ -26,10 +28,23 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process(os.getpid()).children(recursive=True)
 
 
-def segments() -> set[str]:
-    """Names of the segments that belong to these tests or to nobody."""
+def segments(root: Path) -> set[str]:
+    """Names of the segments that belong to these tests: owned by a process of theirs, or left by one that is dead."""
     ours = {os.getpid(), *(child.pid for child in descendants())}
-    return {segment.name for segment in list_segments() if not segment.owner_alive or segment.owner_pid in ours}
+    return {
+        segment.name
+        for segment in list_segments()
+        if (segment.owner_pid in ours if segment.owner_alive else not of_another_run(segment, root))
+    }
+
+
+def of_another_run(segment: SegmentInfo, root: Path) -> bool:
+    """Left by a run whose directory is not below the temporary one of these tests."""
+    try:
+        run_dir = json.loads(segment.spec)["run_dir"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return not Path(run_dir).is_relative_to(root)
 
 
 def socket_directories() -> set[str]:
@@ -46,13 +61,14 @@ def own_socket_root() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(own_socket_root: None) -> Iterator[None]:
-    before = (segments(), socket_directories(), {child.pid for child in descendants()})
+def leaves_nothing_behind(own_socket_root: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    root = tmp_path_factory.getbasetemp()
+    before = (segments(root), socket_directories(), {child.pid for child in descendants()})
     yield
     started = [child for child in descendants() if child.pid not in before[2]]
     _, alive = psutil.wait_procs(started, timeout=DEATH_DEADLINE_S)
     leaked = {
-        "segments": sorted(segments() - before[0]),
+        "segments": sorted(segments(root) - before[0]),
         "sockets": sorted(socket_directories() - before[1]),
         "processes": [f"{child.pid} {child.name()}" for child in alive],
     }

@@ -21,9 +21,9 @@ import yaml
 
 from rollout_service.cli import COMMANDS
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE, check_endpoint
+from rollout_service.launch.ending import PATIENCE
 from rollout_service.launch.settings import parse_serve
 from rollout_service.launch.status import RunStatus
-from rollout_service.launch.supervisor import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 SCHEMA = Path(__file__).parent / "data" / "compose_schema.json"

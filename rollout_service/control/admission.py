@@ -7,14 +7,25 @@ trace in the run. Heartbeats come from a second socket of the same process, so t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_service.control import events
 from rollout_service.control.effects import Effect, Notify, Send
 from rollout_service.control.handshake import hello_mismatch
+from rollout_service.control.ledger import Identity
 from rollout_service.control.messages import Heartbeat, Hello, Pong, Refused, Role, Welcome
-from rollout_service.control.roster import LEARNER_PHASES, SILENCE_S, SILENT_PHASE, Place, Pulse, Roster
+from rollout_service.control.roster import (
+    LEARNER_PHASES,
+    SILENCE_S,
+    SILENT_PHASE,
+    WORKING_PHASES,
+    Place,
+    PlaceState,
+    Pulse,
+    Roster,
+)
 from rollout_service.runspec import RunSpec
 
 
@@ -33,7 +44,13 @@ class Admission:
     """The door of a run. `welcome` is what every admitted peer gets, completed by its identity and the progress."""
 
     def __init__(
-        self, spec: RunSpec, welcome: Welcome, counters: Counter[str], silence_timeout: float = SILENCE_S
+        self,
+        spec: RunSpec,
+        welcome: Welcome,
+        counters: Counter[str],
+        silence_timeout: float = SILENCE_S,
+        *,
+        has_lease: Callable[[Identity], bool] = lambda _: False,
     ) -> None:
         self.spec = spec
         self.roster = Roster(spec.num_actors)
@@ -45,6 +62,7 @@ class Admission:
         self._welcome = welcome
         self._counters = counters
         self._silence_timeout = silence_timeout
+        self._has_lease = has_lease
 
     def hello(self, peer: bytes, hello: Hello, progress: dict[str, Any], now: float) -> list[Effect]:
         """WELCOME or REFUSED; the same again for a HELLO sent again."""
@@ -99,11 +117,15 @@ class Admission:
         """Each actor, and the learner, that does not move or is not heard of any more, told once."""
         effects: list[Effect] = []
         for place in self.roster.places:
-            if place.occupied and (found := place.pulse.stuck(now, step_timeout, self._silence_timeout)) is not None:
+            silence = self._patience(self._at_work(place), step_timeout)
+            if place.occupied and (found := place.pulse.stuck(now, step_timeout, silence)) is not None:
                 self._counters["stuck_actors"] += 1
                 effects.append(Notify(events.ActorStuck(*place.identity, place.pid, *found)))
         seat = self.learner
-        if seat is not None and (found := seat.pulse.stuck(now, learner_timeout, self._silence_timeout)) is not None:
+        if seat is None:
+            return effects
+        silence = self._patience(not seat.ready, step_timeout)
+        if (found := seat.pulse.stuck(now, learner_timeout, silence)) is not None:
             self._counters["stuck_learners"] += 1
             phase, seconds = found
             silent = events.LearnerSilent(seat.pid, seconds)
@@ -112,11 +134,22 @@ class Admission:
 
     def deadlines(self, step_timeout: float, learner_timeout: float) -> list[float]:
         moments = [
-            place.pulse.deadline(step_timeout, self._silence_timeout) for place in self.roster.places if place.occupied
+            place.pulse.deadline(step_timeout, self._patience(self._at_work(place), step_timeout))
+            for place in self.roster.places
+            if place.occupied
         ]
-        if self.learner is not None:
-            moments.append(self.learner.pulse.deadline(learner_timeout, self._silence_timeout))
+        if (seat := self.learner) is not None:
+            moments.append(seat.pulse.deadline(learner_timeout, self._patience(not seat.ready, step_timeout)))
         return moments
+
+    def _at_work(self, place: Place) -> bool:
+        """May this actor be in code of its env? Heartbeats are too rare to tell it from the phase alone."""
+        making_envs = place.state is PlaceState.WELCOMED
+        return making_envs or place.pulse.phase in WORKING_PHASES or self._has_lease(place.identity)
+
+    def _patience(self, at_work: bool, step_timeout: float) -> float:
+        """Seconds without a heartbeat that prove a hang. Native code may hold the interpreter while a step may last."""
+        return max(self._silence_timeout, step_timeout) if at_work else self._silence_timeout
 
     def refuse(self, peer: bytes, role: Role, pid: int, reason: str) -> list[Effect]:
         self._counters["refused_handshakes"] += 1

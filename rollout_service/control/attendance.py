@@ -26,7 +26,6 @@ from typing import Final
 from rollout_service.control.client import Client
 from rollout_service.control.messages import Hello, Role, Welcome
 from rollout_service.errors import ConfigError, HandshakeRefused, RolloutServiceError, SegmentError, WaitTimedOut
-from rollout_service.lifeline import EXIT_NOT_AGAIN
 
 EXIT_FAILED: Final = 1
 GRACE_S: Final = 3.0
@@ -47,8 +46,6 @@ class Attendance:
     """For a service that is not there yet."""
     reconnect_s: float = 0.0
     """For one that was lost, e.g. while a supervisor restarts it; 0: leave."""
-    not_again: tuple[type[Exception], ...] = ()
-    """Errors that come again however often the process is started."""
 
     def attend(
         self,
@@ -102,7 +99,7 @@ class Attendance:
             print(trace, file=sys.stderr, end="")
         self._say(text)
         client.bye(text, trace)
-        return EXIT_NOT_AGAIN if isinstance(error, self.not_again) else EXIT_FAILED
+        return EXIT_FAILED
 
     def _leave_in_time(self, client: Client) -> threading.Event:
         """Ends this process if it has not left within GRACE_S of being told to. Set the event once it has."""

@@ -40,7 +40,13 @@ from rollout_service.control.messages import (
     message_name,
 )
 from rollout_service.control.transport import Dealer
-from rollout_service.errors import HandshakeRefused, MessageRejected, ProtocolError, WaitTimedOut
+from rollout_service.errors import (
+    HandshakeRefused,
+    MessageRejected,
+    ProtocolError,
+    ProtocolVersionDiffers,
+    WaitTimedOut,
+)
 
 HELLO_EVERY_S: Final = 0.5
 RESEND_EVERY_S: Final = 1.0
@@ -100,6 +106,8 @@ class Client:
         self.preempt: Preempt | None = None
         """The newest request to end a lease early. Written by the heartbeat thread, so that a look costs nothing."""
         self.rejected_messages = 0
+        self._last_rejection = ""
+        """Why the last message that came here could not be read."""
         self._endpoint = endpoint
         self._hello = hello
         self._connect_deadline_s = connect_deadline_s
@@ -138,8 +146,8 @@ class Client:
     def connect(self) -> Welcome:
         """HELLO until WELCOME; starts the heartbeats.
 
-        Raises HandshakeRefused, WaitTimedOut (also after `stop`), or ConfigError if this process cannot reach the
-        endpoint, whoever listens there.
+        Raises HandshakeRefused (also for another protocol version), WaitTimedOut (also after `stop`), or ConfigError if
+        this process cannot reach the endpoint, whoever listens there.
         """
         deadline = time.monotonic() + self._connect_deadline_s
         while True:
@@ -153,8 +161,8 @@ class Client:
             except WaitTimedOut:
                 if left <= LOOK_AGAIN_S:
                     raise WaitTimedOut(
-                        f"no WELCOME from {self._endpoint} within {self._connect_deadline_s:g} s of HELLO; is the "
-                        "service running?"
+                        f"no WELCOME from {self._endpoint} within {self._connect_deadline_s:g} s of HELLO; "
+                        f"{self._whats_wrong()}"
                     ) from None
         if welcome is None:
             raise WaitTimedOut(f"left while waiting for WELCOME from {self._endpoint}: {self.stop_reason}")
@@ -243,7 +251,7 @@ class Client:
                 if time.monotonic() >= deadline and deadline_s is not None:
                     raise WaitTimedOut(
                         f"no {' or '.join(message_name(kind).upper() for kind in wanted)} from {self._endpoint} within "
-                        f"{deadline_s} s of {message_name(type(message)).upper()}; is the service running?"
+                        f"{deadline_s} s of {message_name(type(message)).upper()}; {self._whats_wrong()}"
                     )
                 if deadline_s is None:
                     deadline = time.monotonic() + FOREVER_S
@@ -260,6 +268,12 @@ class Client:
         self._request_sent_at = time.monotonic()
         self._dealer.send(encode(message))
 
+    def _whats_wrong(self) -> str:
+        """What to look at when no answer came."""
+        if self._last_rejection:
+            return f"what came instead could not be read: {self._last_rejection}"
+        return "is the service running?"
+
     def _is_other(self, run_id: str) -> bool:
         """Is this the id of a run that is not the one which welcomed this process?"""
         return bool(run_id and self.run_id) and run_id != self.run_id
@@ -268,15 +282,29 @@ class Client:
         return self._request_sent_at + self._resend_every_s if self._request is not None else float("inf")
 
     def _next(self, deadline: float) -> Message | None:
-        """One decoded message by `deadline`, or None. What does not decode is counted and dropped."""
+        """One decoded message by `deadline`, or None. What does not decode is counted and dropped.
+
+        Raises HandshakeRefused for an answer in another protocol version, as long as this process has no place: a
+        service that cannot read a HELLO refuses it in words that this side cannot read either.
+        """
         while True:
             data = self._dealer.receive(max(0.0, deadline - time.monotonic()), lambda: self.stopping)
             if data is None:
                 return None
             try:
                 return decode(data)
-            except MessageRejected:
-                self.rejected_messages += 1
+            except ProtocolVersionDiffers as error:
+                if self._heart is None:
+                    raise HandshakeRefused(
+                        f"the service at {self._endpoint} speaks another protocol: {error}"
+                    ) from None
+                self._reject(error)
+            except MessageRejected as error:
+                self._reject(error)
+
+    def _reject(self, error: MessageRejected) -> None:
+        self.rejected_messages += 1
+        self._last_rejection = str(error)
 
     def _is_news(self, message: Message) -> bool:
         """False for an answer already delivered. Remembers news, and that the request has been answered."""
@@ -327,7 +355,7 @@ class _Heart(threading.Thread):
         self.join(self._service_timeout_s)
 
     def _beat(self, dealer: Dealer) -> None:
-        heard_at = time.monotonic()
+        unanswered_s = 0.0
         while not self._leaving.is_set():
             pulse = self._client.pulse
             beat = Heartbeat(
@@ -339,22 +367,38 @@ class _Heart(threading.Thread):
                 phase=str(pulse.phase)[:200],
             )
             dealer.send(encode(beat))
-            next_beat = time.monotonic() + self._welcome.heartbeat_interval
-            while not self._leaving.is_set() and (left := next_beat - time.monotonic()) > 0:
-                match _decoded(dealer.receive(left, self._leaving.is_set)):
-                    case Pong() as pong:
-                        heard_at = time.monotonic()
-                        if pong.run_id not in ("", self._welcome.run_id):
-                            self._client.lose(f"another run's service answers at {self._endpoint}")
-                        elif pong.stopping and not self._client.stopping:
-                            self._client.stop("the service is stopping")
-                    case Preempt() as preempt:
-                        self._client.preempt = preempt
-                    case _:
-                        pass
-            silence = time.monotonic() - heard_at
-            if silence > self._service_timeout_s and not self._client.stopping:
-                self._client.lose(f"the service at {self._endpoint} has not answered for {silence:.0f} s")
+            # A beat counts as one interval of silence, however long it took: whatever is beyond that, this thread was
+            # kept from listening (native code of an env holds the interpreter, the process was stopped).
+            unanswered_s = 0.0 if self._listen(dealer) else unanswered_s + self._welcome.heartbeat_interval
+            if unanswered_s > self._service_timeout_s and not self._client.stopping:
+                self._client.lose(f"the service at {self._endpoint} has not answered for {unanswered_s:.0f} s")
+
+    def _listen(self, dealer: Dealer) -> bool:
+        """Reads for one interval, and then whatever has come by now. Returns whether the service answered."""
+        answered = False
+        next_beat = time.monotonic() + self._welcome.heartbeat_interval
+        while not self._leaving.is_set():
+            left = next_beat - time.monotonic()
+            data = dealer.receive(max(0.0, left), self._leaving.is_set)
+            if data is None and left <= 0:
+                break
+            answered = self._take(_decoded(data)) or answered
+        return answered
+
+    def _take(self, message: Message | None) -> bool:
+        """Acts on one message. True for an answer to a heartbeat."""
+        match message:
+            case Pong() as pong:
+                if pong.run_id not in ("", self._welcome.run_id):
+                    self._client.lose(f"another run's service answers at {self._endpoint}")
+                elif pong.stopping and not self._client.stopping:
+                    self._client.stop("the service is stopping")
+                return True
+            case Preempt() as preempt:
+                self._client.preempt = preempt
+            case _:
+                pass
+        return False
 
 
 def _decoded(data: bytes | None) -> Message | None:

@@ -98,9 +98,15 @@ class Coordinator:
             silence_timeout=silence_timeout,
         )
         self._run_id = run_id
-        self._admission = Admission(spec, welcome, self.counters, silence_timeout)
-        self._roster = self._admission.roster
         self._leases = Leases(spec.num_slots, spec.state_strategy)
+        self._admission = Admission(
+            spec,
+            welcome,
+            self.counters,
+            silence_timeout,
+            has_lease=lambda identity: self._leases.ledger.lease_of(identity) is not None,
+        )
+        self._roster = self._admission.roster
         self._scheduler: Scheduler = Lockstep(spec.num_actors) if scheduler is None else scheduler
         self._filling = Filling(self._scheduler, self._leases, self._roster, self.counters)
         self._batch: Batch | None = None
@@ -389,6 +395,8 @@ class Coordinator:
                 f"ready.version {ready.version} is not above {self.version}, which actors may have; publish higher",
             )
         learner.ready = True
+        if self.version is None:
+            self._leases.resumed = ready.updates_done > 0
         self._drop_filled("older than the restored learner's weights")
         stands = self._losses.restored(learner.pid, ready, updates=self.updates_done, env_steps=self.env_steps)
         self.version, self.updates_done, self.env_steps = ready.version, ready.updates_done, ready.env_steps_done

@@ -33,7 +33,7 @@ class ActorJoined:
 
 @dataclass(frozen=True)
 class ActorStuck:
-    """An actor has not moved for `seconds`. phase: the working phase it is in, or "silent" without heartbeats."""
+    """An actor has not moved for `seconds`. phase: the working phase it is in, or SILENT_PHASE without heartbeats."""
 
     actor_id: int
     incarnation: int

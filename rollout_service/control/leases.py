@@ -7,6 +7,9 @@ the recurrent state of row 0 comes from:
     seeded   the learner seeded this slot from the very rows that this incarnation committed last
     carry    everything else: the actor's live state goes on, but nobody has written it into the slot
 
+In a run that goes on from a checkpoint, `fresh` of a new incarnation also starts its envs and random streams anew,
+from the update at hand: left alone, they would be those with which the first run began.
+
 What must never happen: `seeded` where the live state has moved on. A seed serves one grant.
 """
 
@@ -38,6 +41,8 @@ class Leases:
 
     def __init__(self, num_slots: int, strategy: StateStrategy) -> None:
         self.ledger = Ledger(num_slots)
+        self.resumed = False
+        """The run began with updates behind it."""
         self._strategy = strategy
         self._grants: dict[Identity, Grant] = {}
         """The grant of each lease that holds, for whoever missed it."""
@@ -81,7 +86,14 @@ class Leases:
     def grant(self, slot: int, holder: Identity, *, version: int, update: int) -> Grant:
         """FREE -> LEASED."""
         lease = self.ledger.grant(slot, holder, version)
-        grant = Grant(slot=slot, epoch=lease.epoch, version=version, start=self._start(slot, holder), update=update)
+        grant = Grant(
+            slot=slot,
+            epoch=lease.epoch,
+            version=version,
+            start=self._start(slot, holder),
+            update=update,
+            reset_envs=self.resumed and holder not in self._acted,
+        )
         self._grants[holder] = grant
         return grant
 

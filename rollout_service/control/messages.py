@@ -33,7 +33,7 @@ import msgpack
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rollout_service.errors import MessageRejected
+from rollout_service.errors import MessageRejected, ProtocolVersionDiffers
 from rollout_service.runspec import PROTOCOL_VERSION, AutoresetMode, Spaces, StateStrategy
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
@@ -300,8 +300,8 @@ def decode(data: bytes) -> Message:
         raise MessageRejected(f"expected a map, got {type(fields).__name__}")
     version, name = fields.pop("v", None), fields.pop("type", None)
     if version != PROTOCOL_VERSION:
-        raise MessageRejected(
-            f"protocol version {version!r}, this side speaks {PROTOCOL_VERSION}; install the same release"
+        raise ProtocolVersionDiffers(
+            f"protocol version {version!r:.80}, this side speaks {PROTOCOL_VERSION}; install the same release"
         )
     kind = MESSAGES.get(name) if isinstance(name, str) else None
     if kind is None:

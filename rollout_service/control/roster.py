@@ -23,7 +23,8 @@ WORKING_PHASES: Final = frozenset({"env.step", "env.reset", "policy"})
 LEARNER_PHASES: Final = frozenset({"preparing", "updating", "checkpointing"})
 """The same for the learner: all but waiting for a batch."""
 SILENCE_S: Final = 10.0
-"""Ten heartbeats: a process that sends none for so long is stopped, swapped out, or holds its interpreter."""
+"""Ten heartbeats: a process at rest that sends none for so long is stopped or swapped out. One at work may be in native
+code that holds the interpreter, and its heartbeats with it."""
 SILENT_PHASE: Final = "silent"
 RATE_WINDOW_S: Final = 60.0
 """Rates are means over this long, or since the first event if that is shorter."""

@@ -148,6 +148,8 @@ class Guests:
             self._run.journal.note(f"{guest.name} left: {reason}")
         else:
             self._run.journal.say(f"{guest.name} left, its place is free: {reason}\n{traceback}".rstrip())
+            if guest.role is Role.LEARNER:
+                self._run.journal.say("the run waits for another learner")
 
     def _look_at_seat(self, guest: Guest) -> bool:
         present = is_present(self._run.segment, guest.seat)

@@ -1,7 +1,7 @@
 """How often a lost process is replaced, and how soon. Pure: takes `now`, returns a delay.
 
 Who asks: the supervisor, once per death. What must never happen: an endless restart loop, on an env that always fails
-or on an update that always fails, however long it takes to get there.
+or on an update that always gets its learner killed, however long it takes to get there.
 """
 
 from __future__ import annotations
@@ -41,11 +41,8 @@ class RestartBudget:
 class LearnerRestarts:
     """Whether the learner is started again: a budget of its own, and proof that starting it again helps.
 
-    What came after the last checkpoint is repeated, and may fail again. Progress is an update that the run had never
-    reached before. Deaths without progress between them:
-
-        killed (a signal, a hang, told to leave)   as often as the budget has restarts, however slowly they come
-        failed (an exception)                      once: a full disk or a lost device may be better now, a bug is not
+    What came after the last checkpoint is repeated, and may end it again. Progress is an update that the run had never
+    reached before. Without any, it is started as often as the budget has restarts, however slowly its deaths come.
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
@@ -53,20 +50,15 @@ class LearnerRestarts:
         self._reached = -1
         self._deaths = 0
         """Without progress between them."""
-        self._failures = 0
-        """Those of them that were exceptions."""
 
-    def after_death(self, *, failed: bool, reached: int, now: float) -> float | str:
+    def after_death(self, *, reached: int, now: float) -> float | str:
         """Seconds to wait before the learner is started again, or why it is not.
 
-        failed: it ended by an exception of its own. reached: the highest update that this run has ever finished.
+        reached: the highest update that this run has ever finished.
         """
         if reached > self._reached:
-            self._reached, self._deaths, self._failures = reached, 0, 0
+            self._reached, self._deaths = reached, 0
         self._deaths += 1
-        self._failures += failed
-        if failed and self._failures > 1:
-            return f"it had failed before, and since then the run got no further than update {reached}"
         if 0 < self.budget.max_restarts < self._deaths:
             return f"it died {self._deaths} times while the run got no further than update {reached} (max_restarts)"
         delay = self.budget.spend(0, now)

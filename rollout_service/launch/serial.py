@@ -49,9 +49,15 @@ class SerialUpdate:
     summary: Summary
 
 
-def run_serial(config: TrainConfig, on_update: Callable[[SerialUpdate], None] | None = None) -> dict[str, Any]:
+def run_serial(
+    config: TrainConfig,
+    on_update: Callable[[SerialUpdate], None] | None = None,
+    stop_asked: Callable[[], bool] | None = None,
+) -> dict[str, Any]:
     """Trains to the last whole rollout that fits into total_steps and returns the result, as `--json` prints it.
 
+    stop_asked: asked after every step and between updates. True ends the run with a checkpoint of the last whole
+    update; steps that no update has seen are dropped.
     Checkpoints go to config.run_dir; without one nothing is written. Raises what a role raises, with its own traceback.
     """
     import torch
@@ -67,10 +73,15 @@ def run_serial(config: TrainConfig, on_update: Callable[[SerialUpdate], None] | 
     total = check_fits_one_rollout(config, spec.num_actors)
     try:
         with SerialRun(config, spec, Trainer(config, spec, total_updates=total)) as run:
-            while not run.trainer.finished:
-                update = run.one_update()
+            stopped = stop_asked or (lambda: False)
+            while not run.trainer.finished and not stopped():
+                valid_steps = run.collect_bank(lambda _: stopped())
+                if stopped():
+                    break
+                update = run.learn(valid_steps)
                 if on_update is not None:
                     on_update(update)
+            run.save()
             return run.result()
     finally:
         torch.set_num_threads(threads)
@@ -92,6 +103,9 @@ class SerialRun:
         self.checkpoint: Path | None = None
         self._epoch = 0
         self._seeded: set[int] = set()
+        self._to_reset: set[int] = set()
+        """Actors whose first lease in a resumed run is still to come: their streams must not be those of its start."""
+        self._saved_update = -1
         self.bank = 0
         """The bank that is filled next."""
         self._open = ExitStack()
@@ -131,14 +145,21 @@ class SerialRun:
         if found.checkpoint is not None:
             self.trainer.restore(found.checkpoint)
             self.checkpoint = found.checkpoint.path
+            self._saved_update = self.trainer.updates_done
+            if self.trainer.updates_done > 0:
+                self._to_reset = set(range(self.spec.num_actors))
         self.publish()
         if found.checkpoint is None:
-            self._save()
+            self.save()
 
     def one_update(self) -> SerialUpdate:
         """Every actor fills its slot, then the learner updates and publishes."""
+        return self.learn(self.collect_bank())
+
+    def collect_bank(self, preempted: Callable[[int], bool] | None = None) -> list[int]:
+        """Every actor fills its slot, or what it can until `preempted`. Returns valid_steps per slot."""
         slots = self.spec.bank(self.bank)
-        return self.learn([self.collect(actor, slot) for actor, slot in zip(self.actors, slots, strict=True)])
+        return [self.collect(actor, slot, preempted) for actor, slot in zip(self.actors, slots, strict=True)]
 
     def collect(self, actor: Actor, slot: int, preempted: Callable[[int], bool] | None = None) -> int:
         """One lease, as the coordinator would grant it. Returns its valid_steps; `preempted` may end it early."""
@@ -152,7 +173,9 @@ class SerialRun:
             version=self.version,
             start=StartFrom.SEEDED if slot in self._seeded else StartFrom.FRESH,
             update=self.trainer.updates_done + 1,
+            reset_envs=actor.actor_id in self._to_reset,
         )
+        self._to_reset.discard(actor.actor_id)
         commit = actor.fill(grant, preempted=preempted)
         self.metrics.rollout(
             episodes=commit.episodes, seconds=commit.seconds, counters=commit.counters, now=time.monotonic()
@@ -173,7 +196,7 @@ class SerialRun:
         self.bank = other
         self._seeded = set(self.spec.bank(other)) if self.spec.state_strategy is StateStrategy.STORED else set()
         if update % self.config.checkpoint_interval == 0 or self.trainer.finished:
-            self._save()
+            self.save()
         now = time.monotonic()
         self.metrics.update(
             update=update,
@@ -190,8 +213,10 @@ class SerialRun:
         self.version += 1
         self.weights.publish(self.version, self.trainer.weights())
 
-    def _save(self) -> None:
-        if self.config.run_dir is not None:
+    def save(self) -> None:
+        """A checkpoint of the last whole update, unless there is one or none is wanted."""
+        if self.config.run_dir is not None and self._saved_update != self.trainer.updates_done:
+            self._saved_update = self.trainer.updates_done
             self.checkpoint = self.trainer.save(self.config.run_dir, version=self.version)
 
     def result(self) -> dict[str, Any]:

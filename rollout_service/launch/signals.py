@@ -1,20 +1,19 @@
 """Ctrl-C, SIGTERM and SIGHUP as messages in the supervisor's inbox.
 
-Who installs: the supervisor, around a whole run, in the main thread. `queue.SimpleQueue.put` may be called from a
+Who installs: whoever runs a training, around the whole of it, in the main thread. `queue.SimpleQueue.put` may be called from a
 signal handler, and a `get` that waits is interrupted for the handler to run, so the main thread reacts at once without
-polling. What must never happen: an exception raised in the middle of teardown because a signal came.
+polling. A serial run has no inbox to wait at: it looks at its StopRequest between steps. What must never happen: an exception raised in the middle of teardown because a signal came.
 """
 
 from __future__ import annotations
 
-import queue
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Final
+from typing import Final, Protocol
 
 from rollout_service.errors import RolloutServiceError
 
@@ -45,8 +44,41 @@ class Interrupted(RolloutServiceError):
         self.interruption = interruption
 
 
+class Inbox(Protocol):
+    """What signals are put into: a `queue.SimpleQueue`, or a StopRequest."""
+
+    def put(self, item: Interruption, /) -> None: ...
+
+
+class StopRequest:
+    """The inbox of a run that is one thread: keeps the first signal; the next one is a KeyboardInterrupt there and then.
+
+    Further ones are ignored: from the second on, all that is left is teardown. So is the second once `close` was
+    called.
+    """
+
+    def __init__(self) -> None:
+        self.first: Interruption | None = None
+        self._closed = False
+
+    def __call__(self) -> bool:
+        """Whether the run is to end."""
+        return self.first is not None
+
+    def put(self, item: Interruption, /) -> None:
+        if self.first is None:
+            self.first = item
+        elif not self._closed:
+            self._closed = True
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """What is left is teardown."""
+        self._closed = True
+
+
 @contextmanager
-def interruptions(inbox: queue.SimpleQueue[object]) -> Iterator[None]:
+def interruptions(inbox: Inbox) -> Iterator[None]:
     """While inside, stop signals arrive in `inbox` as Interruption. Outside the main thread nothing is installed."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,8 +2,8 @@
 
 The learner holds what the run has learned, and only its checkpoints outlive it. So the next one goes on from the newest
 that is usable; counters, `metrics.jsonl` and the TensorBoard events go back with it, and the updates since are made
-again. What must never happen: a curve that runs backwards; a restart that can only end as the one before did; a
-traceback said twice.
+again. An exception is final: it is a mistake, or something that a person has to look at. What must never happen: a
+curve that runs backwards; a restart that can only end as the one before did; a traceback said twice.
 Who calls: the supervisor, which starts and reaps the processes. Left to others: how often and how soon (restarts), what
 was dropped on the way (control/losses).
 """
@@ -17,7 +17,6 @@ from rollout_service.launch.children import Child
 from rollout_service.launch.restarts import LearnerRestarts
 from rollout_service.launch.run import Run
 from rollout_service.launch.rundir import ResumePoint, newest_point
-from rollout_service.lifeline import EXIT_NOT_AGAIN
 
 
 class Succession:
@@ -28,16 +27,12 @@ class Succession:
         self._restarts = LearnerRestarts(run.config.max_restarts, run.config.restart_window)
         self._furthest = run.metrics.updates
         """The highest update that was ever finished."""
-        self._error = ""
-        """What the last one that failed said last."""
 
     def after_death(self, child: Child, reason: str, code: int, words: str, now: float) -> float | None:
         """Seconds until the next one is started, or None if the run has to stop.
 
         reason: e.g. `ended with exit code 1`. words: the last ones of that process, a traceback if it had one.
         """
-        failed = code > 0
-        words = self._not_twice(words, child) if failed else words
         point = newest_point(self._run.path)
         for warning in point.warnings:
             self._run.journal.say(warning)
@@ -73,17 +68,11 @@ class Succession:
         self._furthest = max(self._furthest, update)
 
     def _verdict(self, code: int, point: ResumePoint, now: float) -> float | str:
-        if code == EXIT_NOT_AGAIN:
-            return "this error comes again however often the learner is started"
+        if code > 0:
+            return "an error of the learner's own is not tried again"
         if point.checkpoint is None and point.warnings:
             return "there is no usable checkpoint to go on from"
-        return self._restarts.after_death(failed=code > 0, reached=self._furthest, now=now)
-
-    def _not_twice(self, words: str, child: Child) -> str:
-        """A traceback, unless the one before ended with the same words."""
-        error = words.rstrip().rpartition("\n")[2]
-        repeated, self._error = error == self._error != "", error
-        return f"the error is the one above; {child.log} has it too" if repeated else words
+        return self._restarts.after_death(reached=self._furthest, now=now)
 
 
 def costs(event: events.LearnerReady) -> Mapping[str, int]:

@@ -26,15 +26,15 @@ import queue
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from typing import Final
 
 from rollout_service.config import OnActorFailure
 from rollout_service.control import events
 from rollout_service.control.coordinator import FINISHED
 from rollout_service.control.messages import Role
+from rollout_service.control.roster import SILENT_PHASE
 from rollout_service.launch.children import Child, ChildEnded, Launcher, describe_exit, kill_with_descendants
+from rollout_service.launch.ending import EXIT_FAILED, PATIENCE, Ending, How
 from rollout_service.launch.guests import Guests
 from rollout_service.launch.restarts import RestartBudget
 from rollout_service.launch.run import Run
@@ -44,48 +44,10 @@ from rollout_service.lifeline import STACK_DUMP_SIGNAL
 from rollout_service.observe.metrics import log_record
 from rollout_service.observe.stragglers import StragglerWatch, gone_without, overdue
 
-EXIT_FAILED: Final = 1
 STACK_DUMP_S: Final = 0.5
 """A stuck child gets this long to write its stacks before it is killed."""
 START_DEADLINE_S: Final = 120.0
 """From a process start to an actor's JOIN or the learner's HELLO: importing torch, making envs. Longer is a hang."""
-
-
-class How(Enum):
-    """How a run ended."""
-
-    FINISHED = "finished"
-    INTERRUPTED = "interrupted"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The first reason to stop wins; what follows from it is not another one."""
-
-    how: How
-    reason: str
-    exit_code: int
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Seconds from STOP to SIGTERM and to SIGKILL."""
-
-    term_s: float
-    kill_s: float
-
-
-PATIENCE: Final = {
-    # The learner wrote its last checkpoint before it published; what is left is to let go of memory.
-    (How.FINISHED, Role.ACTOR): Patience(4.0, 6.0),
-    (How.FINISHED, Role.LEARNER): Patience(8.0, 10.0),
-    # Ctrl-C has to be through within 5 s; the learner needs most of that for its checkpoint.
-    (How.INTERRUPTED, Role.ACTOR): Patience(1.5, 2.5),
-    (How.INTERRUPTED, Role.LEARNER): Patience(3.0, 4.0),
-    (How.FAILED, Role.ACTOR): Patience(1.0, 2.0),
-    (How.FAILED, Role.LEARNER): Patience(3.0, 4.0),
-}
 
 
 class Supervisor:
@@ -177,6 +139,7 @@ class Supervisor:
                     counters=message.counters,
                     now=now,
                     actor_id=message.actor_id,
+                    slot=message.slot,
                 )
             case events.BatchFormed():
                 self._batch_formed(message, now)
@@ -294,7 +257,12 @@ class Supervisor:
             self._adopt(self.launcher.actor(actor_id, incarnation))
 
     def _actor_stuck(self, event: events.ActorStuck) -> None:
-        text = f"was stuck in {event.phase} for {event.seconds:.1f} s (step_timeout {self.config.step_timeout:g} s)"
+        limit = f"step_timeout {self.config.step_timeout:g} s"
+        if event.phase == SILENT_PHASE:
+            limits = f"(silence_timeout {self.config.silence_timeout:g} s, at work {limit})"
+            text = f"sent no heartbeat for {event.seconds:.1f} s {limits}"
+        else:
+            text = f"was stuck in {event.phase} for {event.seconds:.1f} s ({limit})"
         if (child := self._alive.get(event.pid)) is not None:
             self._kill_stuck(child, text)
 
@@ -361,6 +329,8 @@ class Supervisor:
         if self.ending is not None:
             self.journal.say(f"{interruption.name} while stopping: killing what is left")
             self._kill_all()
+            for role in Role:
+                self.guests.give_up(role, self.clock() - self._stopping_since)
             return
         self.journal.say(f"{interruption.name}: stopping, the learner saves a checkpoint (again: stop at once)")
         self._stop(Ending(How.INTERRUPTED, f"interrupted by {interruption.name}", interruption.exit_code))

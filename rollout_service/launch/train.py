@@ -19,9 +19,11 @@ from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.errors import ConfigError
 from rollout_service.launch import prepare
 from rollout_service.launch.children import Launcher
+from rollout_service.launch.ending import Ending, How
 from rollout_service.launch.run import Door, Run, open_run
 from rollout_service.launch.rundir import RunDirectory, default_run_directory
-from rollout_service.launch.supervisor import Ending, How, Supervisor
+from rollout_service.launch.signals import Interrupted, StopRequest, interruptions
+from rollout_service.launch.supervisor import Supervisor
 from rollout_service.memory.segment import new_run_token
 from rollout_service.observe.journal import Journal
 from rollout_service.observe.logs import RunLogs
@@ -87,15 +89,20 @@ def _conduct(run: Run, launcher: Launcher | None) -> Outcome:
 
 
 def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outcome:
-    """`train` with all roles in this process and thread, for a debugger; Ctrl-C is a plain KeyboardInterrupt.
+    """`train` with all roles in this process and thread, for a debugger.
 
-    The one path of this module that imports torch. Raises what a role raises, with its own traceback.
+    A stop signal is noticed after the step in hand and ends the run as in `train`; a second one is an immediate
+    KeyboardInterrupt, which ends it without another checkpoint.
+    The one path of this module that imports torch. Raises what a role raises, with its own traceback, and Interrupted
+    if a stop signal came before the first update was through.
     """
     from rollout_service.launch.serial import SerialUpdate, run_serial
 
     prepare.require_platform()
     with ExitStack() as stack:
         stack.enter_context(prepare.outside_of_other_runs())
+        stop = StopRequest()
+        stack.enter_context(interruptions(stop))
         config, sizing = prepare.resolve(config)
         check_fits_one_rollout(config, int(config.num_actors))
         path = config.run_dir or default_run_directory(config.env, new_run_token(), datetime.now().astimezone())
@@ -119,7 +126,21 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
             logs.write(update.summary.env_steps, update.summary.updates, log_record(update.summary))
             progress.show(update.summary)
 
-        run_serial(config, note)
+        saved = "with a checkpoint"
+        try:
+            run_serial(config, note, stop)
+        except KeyboardInterrupt:
+            if stop.first is None:
+                raise
+            saved = "at once, without another checkpoint"
+        finally:
+            stop.close()
+        if stop.first is not None:
+            if not last:
+                raise Interrupted(stop.first)
+            journal.say(f"{stop.first.name}: stopped after update {last[0].updates}, {saved}")
+            reason = f"interrupted by {stop.first.name}"
+            return Outcome(Ending(How.INTERRUPTED, reason, stop.first.exit_code), last[0], path)
         if not last:
             raise ConfigError(f"nothing left to train: {path} has all its updates; raise total_steps")
         return Outcome(Ending(How.FINISHED, "finished", 0), last[0], path)

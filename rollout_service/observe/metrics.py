@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final, Protocol
 
 from rollout_service.control.waits import Slowest, WaitShares
@@ -105,6 +106,8 @@ class RunMetrics:
         self._last_commit: dict[int, float] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT_UPDATES + 1)
         self._waits = WaitShares()
+        self._unordered: list[tuple[int, FinishedEpisode]] = []
+        """(slot, episode) of the slots that have been filled since the last batch, as they arrived."""
 
     def actor_joined(self, actor_id: int) -> None:
         self._alive.add(actor_id)
@@ -121,8 +124,13 @@ class RunMetrics:
         counters: Mapping[str, int],
         now: float,
         actor_id: int | None = None,
+        slot: int | None = None,
     ) -> None:
-        """One accepted commit. seconds: phase -> seconds of the lease. With an actor_id its waiting is told apart."""
+        """One accepted commit. seconds: phase -> seconds of the lease. With an actor_id its waiting is told apart.
+
+        With a slot its episodes count once `batch` is called, in the order of slots: means over the last episodes do
+        not depend on which actor was faster. Without one they count at once.
+        """
         phases = disjoint(seconds)
         busy = sum(phases.values())
         if self._first_step is None:
@@ -130,12 +138,10 @@ class RunMetrics:
             self._marks.append((now - busy, self.env_steps))
         if self._last_update is None and (self._first_step is None or now - busy < self._first_step):
             self._first_step = now - busy
-        for episode in episodes:
-            self.episodes += 1
-            self._returns.append(episode.total_reward)
-            self._lengths.append(episode.length)
-            if episode.success is not None:
-                self._successes.append(episode.success)
+        if slot is None:
+            self._count(episodes)
+        else:
+            self._unordered += [(slot, episode) for episode in episodes]
         if actor_id is not None:
             if actor_id in self._last_commit:
                 phases[WAIT] = max(0.0, now - self._last_commit[actor_id] - busy)
@@ -145,8 +151,18 @@ class RunMetrics:
 
     def batch(self, *, waited_for: int, wait_s: float, partial: int = 0, late: int = 0, now: float) -> None:
         """One batch went to the learner. partial, late: how many slots were cut short, or left out."""
+        self._count(episode for _, episode in sorted(self._unordered, key=itemgetter(0)))
+        self._unordered.clear()
         self._waits.add(waited_for, wait_s, now)
         self.counters.update({"partial_rollouts": partial, "late_actors": late})
+
+    def _count(self, episodes: Iterable[FinishedEpisode]) -> None:
+        for episode in episodes:
+            self.episodes += 1
+            self._returns.append(episode.total_reward)
+            self._lengths.append(episode.length)
+            if episode.success is not None:
+                self._successes.append(episode.success)
 
     def slowest(self) -> Slowest | None:
         """The actor that the others waited for longest."""

@@ -570,6 +570,55 @@ def test_an_actor_that_sends_nothing_is_silent() -> None:
     assert world.events_of(ActorStuck) == [ActorStuck(0, 0, quiet.pid, "silent", 10.5)]
 
 
+PATIENT_S = 60.0
+
+
+@pytest.mark.parametrize("phase", ["env.step", "env.reset", "policy"])
+def test_an_actor_that_is_silent_at_work_has_as_long_as_a_step_may_take(phase: str) -> None:
+    """Native code that holds the interpreter holds back heartbeats, too."""
+    world, _, (quiet, alive), _ = started()
+    world.coordinator.step_timeout = PATIENT_S
+    quiet.beat(3, phase)
+    for step in range(60):
+        alive.beat(step, "env.step")
+        world.tick(1.0)
+    assert world.events_of(ActorStuck) == []
+    assert world.coordinator.next_deadline(world.now - 0.5) == world.now
+    world.tick(1.0)
+    assert world.events_of(ActorStuck) == [ActorStuck(0, 0, quiet.pid, "silent", 61.0)]
+
+
+def test_an_actor_with_a_lease_may_have_begun_its_work_since_it_was_heard_last() -> None:
+    world, _, (quiet, alive), _ = started()
+    world.coordinator.step_timeout = PATIENT_S
+    quiet.beat(0, "waiting")
+    for step in range(61):
+        assert world.events_of(ActorStuck) == []
+        alive.beat(step, "env.step")
+        world.tick(1.0)
+    assert world.events_of(ActorStuck) == [ActorStuck(0, 0, quiet.pid, "silent", 61.0)]
+
+
+@pytest.mark.parametrize("phase", ["", "building envs"])
+def test_an_actor_that_makes_its_envs_may_be_silent_for_as_long_as_a_step_may_take(phase: str) -> None:
+    world = World(1)
+    world.coordinator.step_timeout = PATIENT_S
+    world.hello().beat(0, phase)
+    world.tick(60.0)
+    assert world.events_of(ActorStuck) == []
+    assert world.coordinator.next_deadline(world.now - 0.5) == world.now
+    world.tick(1.0)
+    assert [(stuck.phase, stuck.seconds) for stuck in world.events_of(ActorStuck)] == [("silent", 61.0)]
+
+
+def test_an_actor_without_work_that_sends_nothing_is_silent_however_long_a_step_may_take() -> None:
+    world = World(1)
+    world.coordinator.step_timeout = PATIENT_S
+    world.actor().beat(0, "waiting")
+    world.tick(11.0)
+    assert [(stuck.phase, stuck.seconds) for stuck in world.events_of(ActorStuck)] == [("silent", 11.0)]
+
+
 def test_the_next_deadline_is_when_the_first_actor_could_be_stuck() -> None:
     world, _, (first, _), _ = started()
     assert world.coordinator.next_deadline(world.now) == world.now + 10.0

@@ -199,6 +199,16 @@ def test_a_learner_without_heartbeats_is_silent() -> None:
     assert silent.seconds == 11.0
 
 
+def test_a_learner_that_prepares_may_be_silent_for_as_long_as_a_step_may_take() -> None:
+    world = World()
+    world.coordinator.step_timeout = 60.0
+    world.learner(ready=False).beat(0, "preparing")
+    world.tick(60.0)
+    assert world.events_of(LearnerSilent) == []
+    world.tick(1.0)
+    assert [silent.seconds for silent in world.events_of(LearnerSilent)] == [61.0]
+
+
 def test_the_next_deadline_is_when_the_learner_could_be_stuck() -> None:
     world = World()
     world.coordinator.learner_timeout = 4.0

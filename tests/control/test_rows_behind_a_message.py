@@ -1,4 +1,4 @@
-"""What a writer stored before it sent a message is what a reader finds once it has received it: whole rows, no mixture."""
+"""What a writer stored before it sent a message is what a reader finds once it has received it: whole rows."""
 
 from __future__ import annotations
 

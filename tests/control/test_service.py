@@ -49,6 +49,7 @@ from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import HandshakeRefused, ProtocolError, WaitTimedOut
 from rollout_service.runspec import RunSpec
 from tests.control.world import ENVS, STEPS, make_coordinator, make_join, make_spec
+from tests.fixtures.machine import eventually
 
 DEADLINE_S = 20.0
 E = TypeVar("E")
@@ -208,24 +209,27 @@ def test_every_5th_message_lost_in_each_direction_costs_time_and_nothing_else() 
 
 
 def test_actors_that_come_after_the_weights_are_granted_at_once() -> None:
-    """No sleeps anywhere: an actor asks, and is answered with the version that is there."""
+    """No sleeps anywhere: an actor asks, and is answered with the version that is there, within a second."""
     with serving(12) as service:
         learner = service.client(Role.LEARNER)
         learner.connect()
         learner.send(Ready(version=7))
-        versions: queue.SimpleQueue[int] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
 
         def late(actor_id: int) -> None:
             client = service.client(Role.ACTOR, actor_id)
+            began_at = time.monotonic()
             client.connect()
             grant = client.exchange(make_join(service.spec), Grant, deadline_s=DEADLINE_S)
-            versions.put(-1 if grant is None else grant.version)
+            answers.put((-1 if grant is None else grant.version, time.monotonic() - began_at))
             client.close()
 
         for actor_id in range(12):
             service.thread(lambda actor_id=actor_id: late(actor_id))
         service.join_roles()
-        assert [versions.get_nowait() for _ in range(12)] == [7] * 12
+        answered = [answers.get_nowait() for _ in range(12)]
+        assert [version for version, _ in answered] == [7] * 12
+        assert max(seconds for _, seconds in answered) < 1.0
         learner.close()
 
 
@@ -249,6 +253,48 @@ def test_no_service_is_a_timeout_that_says_what_was_waited_for(tmp_path: object)
     with pytest.raises(WaitTimedOut, match=r"no WELCOME from ipc:///tmp/rs-nobody within 0\.2 s of HELLO"):
         client.connect()
     client.close()
+
+
+@contextmanager
+def answering(data: bytes) -> Iterator[str]:
+    """An endpoint at which every message gets `data` for an answer."""
+    endpoint = socket_endpoint(f"answers-{os.getpid()}")
+    router = Router(endpoint)
+    leaving = threading.Event()
+
+    def answer() -> None:
+        while not leaving.is_set():
+            for peer, _ in router.receive(DEADLINE_S):
+                router.send(peer, data)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    yield endpoint
+    leaving.set()
+    router.wake()
+    thread.join(DEADLINE_S)
+    router.close()
+    remove_socket_directory(endpoint)
+
+
+def test_a_refusal_in_another_protocol_version_is_a_refusal_at_once_that_names_both_versions() -> None:
+    of_this_release = encode(Refused(reason="whatever the other release says"))
+    of_another = of_this_release.replace(b"\xa1v\x01", b"\xa1v\x02", 1)
+    assert of_another != of_this_release
+    with answering(of_another) as endpoint:
+        client = Client(endpoint, Hello(role=Role.ACTOR, pid=1), connect_deadline_s=DEADLINE_S)
+        with pytest.raises(HandshakeRefused, match="protocol version 2, this side speaks 1; install the same release"):
+            client.connect()
+        client.close()
+
+
+def test_a_timeout_says_why_what_came_instead_was_no_answer() -> None:
+    with answering(b"garbage" * 100) as endpoint:
+        client = Client(endpoint, Hello(role=Role.ACTOR, pid=1), connect_deadline_s=0.3)
+        with pytest.raises(WaitTimedOut, match="of HELLO; what came instead could not be read: not msgpack"):
+            client.connect()
+        assert client.rejected_messages >= 1
+        client.close()
 
 
 def test_a_peer_may_come_before_the_service() -> None:
@@ -350,6 +396,29 @@ def test_a_peer_leaves_when_the_service_has_gone() -> None:
     assert "has not answered for" in str(client.stop_reason)
     client.close()
     remove_socket_directory(endpoint)
+
+
+HOLDS_THE_INTERPRETER = """
+import ctypes, os, sys, threading
+from rollout_service.control.client import Client
+from rollout_service.control.messages import Hello, Role
+client = Client({endpoint!r}, Hello(role=Role.ACTOR, pid=os.getpid()), connect_deadline_s=20.0, service_timeout_s=0.3)
+client.connect()
+ctypes.PyDLL(None).usleep(900_000)
+client.pulse.phase = "after"
+client.wait_until_stopping()
+print(client.stop_reason)
+client.close()
+"""
+
+
+def test_a_peer_whose_interpreter_was_held_does_not_take_its_own_absence_for_the_services() -> None:
+    with serving(1, heartbeat_interval=0.05) as service:
+        code = HOLDS_THE_INTERPRETER.format(endpoint=service.endpoint)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        eventually(lambda: service.server.report()["actors"][0]["phase"] == "after", DEADLINE_S, "it is back")
+        service.server.submit(lambda coordinator, now: coordinator.stop("Ctrl-C", now))
+        assert process.communicate(timeout=DEADLINE_S)[0] == "the service is stopping\n"
 
 
 def test_a_goodbye_leaves_before_the_socket_closes() -> None:

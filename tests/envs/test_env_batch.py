@@ -353,5 +353,5 @@ def test_an_owed_reset_that_fails_names_its_env() -> None:
 
     batch, out = batch_of(TickEnv(9), BreaksLater(1))
     batch.step(zeros(batch), out, answers(True))
-    with pytest.raises(EnvFault, match="env 1 .* reset raised RuntimeError: no second episode"):
+    with pytest.raises(EnvFault, match=r"env 1 .* reset raised RuntimeError: no second episode"):
         batch.reset_owed(out)

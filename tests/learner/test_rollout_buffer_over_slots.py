@@ -188,3 +188,31 @@ def test_slots_must_be_adjacent_and_exist(memory):
     for slots in (range(4, 8), range(2, 2), range(0, 6, 2)):
         with pytest.raises(OutOfRange, match="adjacent slots"):
             RecurrentRolloutBuffer.over(memory, slots)
+
+
+def test_over_refilled_slots_advantages_and_returns_are_zero_until_gae_has_run(memory: RolloutMemory) -> None:
+    with RecurrentRolloutBuffer.over(memory, range(ACTORS)) as rollout:
+        for slot in range(ACTORS):
+            commit(memory, slot, epoch=1)
+        rollout.compute_advantages(rollout.last_values(), 0.99, 0.95)
+        assert rollout.advantages().all()
+        for slot in range(ACTORS):
+            commit(memory, slot, epoch=2, valid_steps=2)
+        twin = rollout.clone()
+        assert not rollout.advantages().any()
+        assert not rollout.returns().any()
+        assert not twin.returns().any()
+        twin.close()
+
+
+def test_rows_past_the_valid_steps_of_refilled_slots_hold_nothing_of_the_rollout_before(memory: RolloutMemory) -> None:
+    with RecurrentRolloutBuffer.over(memory, range(ACTORS)) as rollout:
+        for slot in range(ACTORS):
+            commit(memory, slot, epoch=1)
+        rollout.compute_advantages(rollout.last_values(), 0.99, 0.95)
+        for slot in range(ACTORS):
+            commit(memory, slot, epoch=2, valid_steps=2)
+        rollout.compute_advantages_partial(2, rollout.last_values(), 0.99, 0.95)
+        assert rollout.advantages()[:2].all()
+        assert not rollout.advantages()[2:].any()
+        assert not rollout.returns()[2:].any()

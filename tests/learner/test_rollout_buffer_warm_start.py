@@ -209,11 +209,13 @@ def test_an_env_without_a_step_hands_its_row_0_into_the_next_slots(buffer):
 @pytest.mark.parametrize("where", [[True, False], np.array([1, 0], bool)])
 def test_rows_that_somebody_else_may_write_are_left_alone(buffer, where):
     with RecurrentRolloutBuffer(4, 2, 1, 3) as following:
-        following.hidden()[0], following.cell()[0], following.episode_start_carry()[:] = 77.0, 78.0, 0.5
+        following.add_recurrent_state(0, slice(None), np.full((2, 1, 3), 77.0), np.full((2, 1, 3), 78.0))
         buffer.seed_warm_start(3, *state(2, 7.0), into=following, where=where)
         assert following.hidden()[0, :, 0, 0].tolist() == [0.0, 77.0]
         assert following.cell()[0, :, 0, 0].tolist() == [0.0, 78.0]
-        assert following.episode_start_carry().tolist() == [1.0, 0.5]
+        assert following.episode_start_carry().tolist() == [1.0, 1.0]
+        buffer.seed_warm_start(1, *state(2, 7.0), into=following, where=where)
+        assert following.episode_start_carry().tolist() == [0.0, 1.0]
 
 
 def test_a_wrong_target_is_refused(buffer):

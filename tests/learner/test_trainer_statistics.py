@@ -1,8 +1,9 @@
-"""Observation statistics in the trainer: which rows they take in, and when."""
+"""Statistics in the trainer, of observations and of returns: which rows they take in, and when."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.fixtures.training import after_steps, serial_run, small_config
 
@@ -32,3 +33,39 @@ def test_every_minibatch_of_an_update_sees_the_statistics_that_the_actors_acted_
             # Nothing is learned, so any ratio other than 1 would come from statistics that moved meanwhile.
             assert figures["ratio_deviation"] <= 1e-4
             assert figures["approx_kl"] < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["zero", "stored"])
+def test_the_discounted_return_runs_on_over_the_border_of_rollouts_under_either_strategy(strategy: str) -> None:
+    """Three rollouts of 16 steps are one of 48."""
+    config = small_config(
+        state_strategy=strategy, normalize_returns=True, gamma=0.9, env_kwargs={"end": 0.05}, learning_rate=1e-12
+    )
+    rewards, ends = [], []
+    with serial_run(config) as run:
+        for _ in range(3):
+            rollout = run.rollouts[run.bank]
+            run.one_update()
+            rewards.append(rollout.rewards().copy())
+            ends.append((rollout.terminated() | rollout.truncated()).copy())
+        mean, variance, count = run.trainer.capture().arrays["returns/statistics"]
+    carried, seen = np.zeros(4), []
+    for reward, end in zip(np.concatenate(rewards), np.concatenate(ends), strict=True):
+        seen.append(0.9 * carried + reward)
+        carried = np.where(end, 0.0, seen[-1])
+    assert count == 4 * 48
+    assert mean == pytest.approx(np.mean(seen), rel=1e-9)
+    assert variance == pytest.approx(np.var(seen), rel=1e-9)
+
+
+def test_under_the_zero_strategy_a_new_actors_return_begins_anew() -> None:
+    config = small_config(state_strategy="zero", normalize_returns=True, gamma=1.0, env_kwargs={"end": 0.0})
+    with serial_run(config) as run:
+        run.one_update()
+        bank = run.bank
+        run.actors[1].incarnation = 1
+        run.one_update()
+        carried = run.trainer.capture().arrays["returns/carried"]
+        last = run.rollouts[bank].rewards().sum(axis=0)
+        first = run.rollouts[1 - bank].rewards().sum(axis=0)
+    np.testing.assert_allclose(carried, [*(first + last)[:2], *last[2:]], rtol=1e-5)

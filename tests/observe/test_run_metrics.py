@@ -31,6 +31,22 @@ def test_the_return_is_over_the_last_hundred_episodes():
     assert (summary.return_mean, summary.episodes) == (sum(range(50, 150)) / 100, 150)
 
 
+def test_the_means_do_not_depend_on_which_slot_was_filled_first():
+    def run_of(*slots: int) -> RunMetrics:
+        run = metrics()
+        for slot in slots:
+            episodes = [Episode(slot + step / 7, length=slot + 1, success=slot == 0) for step in range(80)]
+            run.rollout(episodes=episodes, seconds={}, counters={}, now=1.0, actor_id=slot, slot=slot)
+        assert run.summary(1.0).episodes == 0
+        run.batch(waited_for=0, wait_s=0.0, now=1.0)
+        return run
+
+    first, second = (run_of(*slots).summary(2.0) for slots in ((0, 1), (1, 0)))
+    assert first.episodes == 160
+    assert first.return_mean == sum([step / 7 for step in range(60, 80)] + [1 + step / 7 for step in range(80)]) / 100
+    assert first == second
+
+
 def test_success_is_over_the_last_thousand_and_unknown_if_no_episode_reports_it():
     run = metrics()
     rollout(run, [Episode(1.0)] * 3)

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rollout_service import checkpoint as checkpoints
 from rollout_service.config import TrainConfig
 from rollout_service.launch.rundir import to_toml
-from rollout_service.launch.serial import run_serial
+from rollout_service.launch.serial import SerialUpdate, run_serial
 from tests.fixtures.training import small_config
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 100
 
 
-def train_in_processes(config: TrainConfig, run_dir: Path) -> None:
-    """The whole command, with its service, actors and learner as processes."""
+FIGURES = ("env_steps", "updates", "return_mean", "success_rate")
+
+
+def train_in_processes(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
+    """The whole command, with its service, actors and learner as processes. Returns what `--json` prints."""
     file = run_dir.with_suffix(".toml")
     file.write_text(to_toml(config))
-    words = ["train", "--config", str(file), "--run-dir", str(run_dir), "--no-tensorboard"]
+    words = ["train", "--config", str(file), "--run-dir", str(run_dir), "--no-tensorboard", "--json"]
     ended = subprocess.run(
         [sys.executable, "-m", "rollout_service", *words], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert ended.returncode == 0, ended.stderr
+    result: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
+    return result
 
 
 def require_equal(first: Path, second: Path) -> None:
@@ -43,16 +51,17 @@ def test_many_processes_train_to_the_bits_of_one_under_the_zero_strategy(tmp_pat
         state_strategy="zero",
         value_clip_range=0.2,
         target_kl=0.001,
-        total_steps=64 * 8,
+        total_steps=64 * 32,
         self_check=1,
         learning_rate=1e-2,
     )
-    run_serial(config.model_copy(update={"run_dir": tmp_path / "serial"}))
-    train_in_processes(config, tmp_path / "processes")
+    serial = run_serial(config.model_copy(update={"run_dir": tmp_path / "serial"}))
+    processes = train_in_processes(config, tmp_path / "processes")
     require_equal(tmp_path / "serial", tmp_path / "processes")
     both = [checkpoints.require(tmp_path / name).checkpoint.manifest for name in ("serial", "processes")]
     assert both[0].generators == both[1].generators
-    assert [manifest.update for manifest in both] == [8, 8]
+    assert [manifest.update for manifest in both] == [32, 32]
+    assert {name: processes[name] for name in FIGURES} == {name: serial[name] for name in FIGURES}
 
 
 def test_weights_do_not_depend_on_how_envs_are_split_over_actors() -> None:

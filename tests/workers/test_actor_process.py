@@ -26,6 +26,7 @@ from rollout_service.control.server import Server
 from rollout_service.control.transport import Router
 from rollout_service.memory.segment import new_run_token
 from rollout_service.runspec import RunSpec
+from tests.fixtures.machine import eventually
 from tests.workers.rig import Rig, make_rig
 
 ROOT = Path(__file__).parents[2]
@@ -175,35 +176,58 @@ RSS_GROWTH = 50 << 20
 
 
 @pytest.fixture
-def service_of_four() -> Iterator[Service]:
-    with make_rig(kwargs={"length": 7}, num_actors=4, num_steps=8) as rig:
+def service_of_three() -> Iterator[Service]:
+    with make_rig(kwargs={"length": 7}, num_actors=3, num_steps=8) as rig:
         yield from serve(rig)
 
 
-def test_fast_actors_wait_for_a_slow_learner_and_every_slot_is_read_once(service_of_four: Service) -> None:
-    service, learner = service_of_four, service_of_four.learner
-    actors = [psutil.Process(service.start_actor(actor_id).pid) for actor_id in range(4)]
+def test_fast_actors_wait_for_a_slow_learner_and_every_slot_is_read_once(service_of_three: Service) -> None:
+    service, learner = service_of_three, service_of_three.learner
+    actors = [psutil.Process(service.start_actor(actor_id).pid) for actor_id in range(3)]
     batch = learner.exchange(Ready(version=0), Batch, deadline_s=DEADLINE_S)
     before = [actor.memory_info().rss for actor in actors]
     read: list[tuple[int, tuple[int, ...]]] = []
     for update in (1, 2, 3):
         assert batch is not None
-        assert batch.valid_steps == (8, 8, 8, 8)
+        assert batch.valid_steps == (8, 8, 8)
         slots = service.rig.spec.bank(batch.bank)
         read.append((batch.update, tuple(service.rig.memory.header(slot).committed_epoch for slot in slots)))
         if update == 2:
-            assert learner.receive(2.0) is None, "a batch that was not asked for"
+            assert learner.receive(1.0) is None, "a batch that was not asked for"
             assert service.server.report()["slots"] == {
-                "free": 4,
+                "free": 3,
                 "leased": 0,
                 "ready": 0,
-                "reading": 4,
+                "reading": 3,
                 "quarantined": 0,
             }
         service.rig.weights.publish(update, service.rig.policy.to_arrays())
         publish = Publish(update=update, version=update, bank=batch.bank)
         batch = learner.exchange(publish, Batch, deadline_s=DEADLINE_S)
-    assert read == [(1, (1, 1, 1, 1)), (2, (1, 1, 1, 1)), (3, (2, 2, 2, 2))]
+    assert read == [(1, (1, 1, 1)), (2, (1, 1, 1)), (3, (2, 2, 2))]
     assert all(actor.memory_info().rss - was < RSS_GROWTH for actor, was in zip(actors, before, strict=True))
     service.stop()
-    assert [actor.wait(DEADLINE_S) for actor in service.actors] == [0] * 4
+    assert [actor.wait(DEADLINE_S) for actor in service.actors] == [0] * 3
+
+
+@pytest.fixture
+def hanging_service() -> Iterator[Service]:
+    with make_rig(
+        "tests.fixtures.machine:FaultyEnv", {"faults": {"0.None": "hang"}}, envs_per_actor=2, num_steps=32
+    ) as rig:
+        yield from serve(rig)
+
+
+def test_an_actor_of_a_terminal_leaves_even_if_its_env_does_not_return(hanging_service: Service) -> None:
+    actor = hanging_service.start_actor()
+    hanging_service.wait_for(events.ActorJoined)
+    eventually(lambda: doing(hanging_service) == ("collecting", "env.step"), DEADLINE_S, "the env hangs")
+    actor.send_signal(signal.SIGTERM)
+    assert actor.wait(DEADLINE_S) == 1
+    assert actor.stderr is not None
+    assert actor.stderr.read() == ("actor: stopped by SIGTERM; ended in env.step, which did not return within 3 s\n")
+
+
+def doing(service: Service) -> tuple[str, str]:
+    (actor,) = service.server.report()["actors"]
+    return actor["state"], actor["phase"]

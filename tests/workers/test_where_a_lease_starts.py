@@ -72,7 +72,7 @@ def test_a_preempted_lease_commits_the_steps_it_has_and_the_next_one_goes_on() -
 
 
 def test_a_lease_that_ends_in_a_hurry_leaves_resets_to_the_next_one() -> None:
-    """Both episodes end with the third step, at which the lease is over: resets can be slow, the commit need not wait."""
+    """Both episodes end with the third step, and the lease with it: the commit does not wait for slow resets."""
     envs = [TickEnv(3), TickEnv(3, "trunc")]
     with make_rig(envs=envs, counter=True, envs_per_actor=2, num_steps=8) as rig:
         commit = rig.fill(StartFrom.FRESH, preempted=lambda steps: steps >= 3)
