@@ -66,7 +66,7 @@ ARMS = (
     Arm("flickering", "feed-forward", (*FLICKERING, "--core", "none"), "at most half of lstm"),
     Arm(
         "flickering", "truncation-as-termination", (*FLICKERING, "--truncation-as-termination"),
-        "training return below lstm",
+        "sampled return below lstm, in eval and training",
     ),
     Arm(
         "position", "lstm", ("--preset", "position", "--total-steps", "200000"),
@@ -135,6 +135,7 @@ def score_of(records: list[dict[str, Any]]) -> dict[str, float]:
                 for r in records
             ]
         ),
+        "sampled_return": median([r["sampled"]["return_mean"] for r in records]),
         "training_return": median([r["training"]["return_mean"] for r in records]),
         "training_success": median([r["training"]["success_rate"] for r in records]),
         "steps_per_second": median([r["training"]["steps_per_second"] for r in records]),
@@ -151,7 +152,8 @@ def verdict(arm: Arm, scores: dict[tuple[str, str], dict[str, float]]) -> bool:
         case "flickering", "feed-forward":
             return lstm is not None and 2 * score["return"] <= lstm["return"]
         case "flickering", "truncation-as-termination":
-            return lstm is not None and score["training_return"] < lstm["training_return"]
+            # Argmax reaches the cap of 500 in both arms and cannot tell them apart.
+            return lstm is not None and all(score[key] < lstm[key] for key in ("sampled_return", "training_return"))
     return arm.holds(score)
 
 
@@ -173,9 +175,9 @@ def table(records: list[dict[str, Any]], header: dict[str, str]) -> str:
         *(f"- {key}: {value}" for key, value in header.items()),
         f"- score: `eval` of {EPISODES} episodes, the better of sampled and argmax, median over the seeds",
         "",
-        "| task | arm | seeds | eval return | eval success | training return | training success | steps/s | bar "
-        "| holds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| task | arm | seeds | eval return | of it sampled | eval success | training return | training success "
+        "| steps/s | bar | holds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:
         key = (arm.task, arm.name)
@@ -183,7 +185,8 @@ def table(records: list[dict[str, Any]], header: dict[str, str]) -> str:
             continue
         s = scores[key]
         lines.append(
-            f"| {arm.task} | {arm.name} | {len(by_arm[key])} | {shown(s['return'], 1)} | {shown(s['success'])} "
+            f"| {arm.task} | {arm.name} | {len(by_arm[key])} | {shown(s['return'], 1)} "
+            f"| {shown(s['sampled_return'], 1)} | {shown(s['success'])} "
             f"| {shown(s['training_return'], 1)} | {shown(s['training_success'])} | {s['steps_per_second']:,.0f} "
             f"| {arm.bar} | {'yes' if verdict(arm, scores) else 'NO'} |"
         )

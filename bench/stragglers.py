@@ -58,12 +58,12 @@ class SleepyEnv(gymnasium.Env[np.ndarray, np.int64]):
         """Steps by which the first episode is shorter."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
+        super().reset(seed=seed, options=options)
         time.sleep(self.reset_s)
         self.t, self.ahead = self.ahead, 0
         return np.zeros(4, np.float32), {}
 
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict]:
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict]:  # noqa: ARG002 the same whatever it is
         time.sleep(self.step_s)
         self.t += 1
         return np.full(4, self.t / LENGTH, np.float32), 1.0, self.t >= LENGTH, False, {}

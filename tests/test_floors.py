@@ -115,7 +115,10 @@ def test_torch_stays_where_networks_are() -> None:
 def test_pure_modules_read_no_clock_and_do_no_io() -> None:
     pure = [
         ROOT / "rollout_service" / "recurrence.py",
-        *(ROOT / "rollout_service" / "control" / f"{name}.py" for name in ("ledger", "scheduling", "coordinator")),
+        *(
+            ROOT / "rollout_service" / "control" / f"{name}.py"
+            for name in ("ledger", "scheduling", "filling", "waits", "coordinator")
+        ),
         *(ROOT / "learner" / f"{name}.py" for name in ("gae", "sequences", "ppo")),
     ]
     impure = {"time", "os", "socket", "random", "zmq", "logging", "subprocess", "pathlib", "datetime"}

@@ -22,7 +22,6 @@ from rollout_service.control.messages import Hello, Role, Welcome
 from rollout_service.control.server import Server
 from rollout_service.control.transport import Router
 from rollout_service.errors import ConfigError, SegmentNotFound
-from rollout_service.lifeline import EXIT_NOT_AGAIN
 from tests.control.world import make_join, make_spec
 
 BEAT_S = 0.05
@@ -82,7 +81,7 @@ def attendance(
     services: Services, *, by_hand: bool = True, reconnect_s: float = 0.0, wait_s: float = WAIT_S
 ) -> Attendance:
     hello = Hello(role=Role.ACTOR, pid=os.getpid())
-    return Attendance(services.endpoint, hello, by_hand, wait_s, reconnect_s, not_again=(ConfigError,))
+    return Attendance(services.endpoint, hello, by_hand, wait_s, reconnect_s)
 
 
 def until_stopping(client: Client) -> None:
@@ -199,7 +198,7 @@ def test_a_service_that_never_comes_is_one_line(services: Services, capsys: pyte
     ("error", "code", "lines", "traced"),
     [
         (SegmentNotFound("rs-x is not visible"), 1, 1, False),
-        (ConfigError("no"), EXIT_NOT_AGAIN, 1, False),
+        (ConfigError("no"), 1, 1, False),
         (ValueError("boom"), 1, 8, True),
     ],
     ids=["memory", "settings", "a fault"],

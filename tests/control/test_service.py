@@ -269,12 +269,14 @@ def answering(data: bytes) -> Iterator[str]:
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
-    yield endpoint
-    leaving.set()
-    router.wake()
-    thread.join(DEADLINE_S)
-    router.close()
-    remove_socket_directory(endpoint)
+    try:
+        yield endpoint
+    finally:
+        leaving.set()
+        router.wake()
+        thread.join(DEADLINE_S)
+        router.close()
+        remove_socket_directory(endpoint)
 
 
 def test_a_refusal_in_another_protocol_version_is_a_refusal_at_once_that_names_both_versions() -> None:
@@ -403,7 +405,9 @@ import ctypes, os, sys, threading
 from rollout_service.control.client import Client
 from rollout_service.control.messages import Hello, Role
 client = Client({endpoint!r}, Hello(role=Role.ACTOR, pid=os.getpid()), connect_deadline_s=20.0, service_timeout_s=0.3)
+client.pulse.phase = "before"
 client.connect()
+sys.stdin.readline()
 ctypes.PyDLL(None).usleep(900_000)
 client.pulse.phase = "after"
 client.wait_until_stopping()
@@ -415,8 +419,14 @@ client.close()
 def test_a_peer_whose_interpreter_was_held_does_not_take_its_own_absence_for_the_services() -> None:
     with serving(1, heartbeat_interval=0.05) as service:
         code = HOLDS_THE_INTERPRETER.format(endpoint=service.endpoint)
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        eventually(lambda: service.server.report()["actors"][0]["phase"] == "after", DEADLINE_S, "it is back")
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdin is not None
+        for phase in ("before", "after"):
+            eventually(lambda phase=phase: service.server.report()["actors"][0]["phase"] == phase, DEADLINE_S, phase)
+            process.stdin.write("go on\n")
+            process.stdin.flush()
         service.server.submit(lambda coordinator, now: coordinator.stop("Ctrl-C", now))
         assert process.communicate(timeout=DEADLINE_S)[0] == "the service is stopping\n"
 

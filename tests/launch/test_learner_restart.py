@@ -16,7 +16,7 @@ import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollout_service import checkpoint
-from tests.fixtures.machine import Service, eventually, run_command
+from tests.fixtures.machine import PROJECT, Service, eventually, run_command
 
 STEPS_PER_UPDATE = 2 * 2 * 8
 START_S = 60.0
@@ -201,24 +201,31 @@ def test_whatever_a_learner_was_doing_when_it_ended_the_next_one_goes_on(tmp_pat
     ]
 
 
-BREAK_A_LAW = """
+FAIL = """
 import sys
 if "learner" in sys.orig_argv:
-    from rollout_service.errors import RatioLawBroken
     from rollout_service.memory.weights import WeightsMemory
     publish = WeightsMemory.publish
     def fail(self, version, arrays):
         if version == 3:
-            raise RatioLawBroken("env 1, step 2: |ratio - 1| is 0.5")
+            raise RuntimeError("boom-9")
         publish(self, version, arrays)
     WeightsMemory.publish = fail
 """
+END_S = 5.0
+"""From the learner's exception until nothing of the run is left."""
 
 
-def test_an_error_that_must_come_again_is_not_tried_again(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(BREAK_A_LAW)
-    ran = run_command("train", *words("--no-tensorboard", updates=20), cwd=tmp_path, PYTHONPATH=f"{tmp_path}")
-    assert (ran.returncode, ran.stdout) == (1, "")
-    assert "ended with exit code 78; the run stops: this error comes again" in ran.stderr
-    assert ran.stderr.count("RatioLawBroken: env 1, step 2") == 1
-    assert "restarted" not in ran.stderr
+def test_an_exception_in_the_learner_ends_the_run_at_once(tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(FAIL)
+    with Service(*words("--no-tensorboard", updates=20), cwd=tmp_path, PYTHONPATH=f"{PROJECT}:{tmp_path}") as service:
+        log = tmp_path / "run" / "run.log"
+        eventually(lambda: log.exists() and "ended with exit code 1" in log.read_text(), START_S, "the learner failed")
+        children = service.children()
+        assert service.wait(END_S) == 1
+        assert psutil.wait_procs(children, timeout=0.5)[1] == []
+        said, printed = service.stderr(), service.stdout()
+    assert printed == ""
+    assert said.count("Traceback (most recent call last)") == said.count("RuntimeError: boom-9\n") == 1, said
+    assert "ended with exit code 1; the run stops: an error of the learner's own is not tried again" in said
+    assert "restarted" not in said

@@ -27,47 +27,30 @@ def test_a_budget_of_zero_allows_none():
     assert RestartBudget(0, 10.0).spend(0, 0.0) is None
 
 
-def learner_deaths(*deaths: tuple[bool, int], max_restarts: int = 3, apart_s: float = 1000.0) -> list[float | str]:
-    """(failed, highest update) of each death -> what follows from it."""
+def learner_deaths(*reached: int, max_restarts: int = 3, apart_s: float = 1000.0) -> list[float | str]:
+    """Highest update of the run at each death -> what follows from it."""
     restarts = LearnerRestarts(max_restarts, 300.0)
-    return [
-        restarts.after_death(failed=failed, reached=reached, now=apart_s * number)
-        for number, (failed, reached) in enumerate(deaths)
-    ]
+    return [restarts.after_death(reached=update, now=apart_s * number) for number, update in enumerate(reached)]
 
 
-KILLED, FAILED = False, True
-
-
-def test_a_learner_that_is_killed_comes_back_at_once_and_later_ones_wait_longer():
-    waits = learner_deaths((KILLED, 5), (KILLED, 9), (KILLED, 14), (KILLED, 20), max_restarts=9, apart_s=1.0)
-    assert waits == [0.0, 0.5, 1.0, 2.0]
-
-
-def test_a_learner_that_fails_is_tried_once_more():
-    again, why = learner_deaths((FAILED, 7), (FAILED, 7))
-    assert again == 0.0
-    assert why == "it had failed before, and since then the run got no further than update 7"
-
-
-def test_a_learner_that_got_further_may_fail_again():
-    assert learner_deaths((FAILED, 7), (FAILED, 8), (FAILED, 9), (FAILED, 30), (FAILED, 31)) == [0.0] * 5
-
-
-def test_being_killed_in_between_does_not_excuse_the_second_failure():
-    assert isinstance(learner_deaths((FAILED, 7), (KILLED, 7), (FAILED, 7))[-1], str)
+def test_a_learner_comes_back_at_once_and_later_ones_wait_longer():
+    assert learner_deaths(5, 9, 14, 20, max_restarts=9, apart_s=1.0) == [0.0, 0.5, 1.0, 2.0]
 
 
 def test_deaths_without_progress_end_however_slowly_they_come():
-    *waits, why = learner_deaths((KILLED, 40), (KILLED, 40), (KILLED, 40), (KILLED, 40))
+    *waits, why = learner_deaths(40, 40, 40, 40)
     assert waits == [0.0] * 3
     assert why == "it died 4 times while the run got no further than update 40 (max_restarts)"
 
 
+def test_progress_between_them_earns_more():
+    assert learner_deaths(40, 40, 40, 41, 41, 41) == [0.0] * 6
+
+
 def test_the_learners_budget_runs_out_even_with_progress():
-    *_, why = learner_deaths((KILLED, 1), (KILLED, 2), (KILLED, 3), (KILLED, 4), apart_s=1.0)
+    *_, why = learner_deaths(1, 2, 3, 4, apart_s=1.0)
     assert why == "all 3 restarts within 300 s are used up (max_restarts, restart_window)"
 
 
 def test_without_restarts_the_first_death_ends_the_run():
-    assert isinstance(learner_deaths((KILLED, 5), max_restarts=0)[0], str)
+    assert isinstance(learner_deaths(5, max_restarts=0)[0], str)

@@ -16,7 +16,6 @@ from rollout_service.control.messages import Role
 from rollout_service.launch.children import Child
 from rollout_service.launch.run import Run
 from rollout_service.launch.succession import Succession
-from rollout_service.lifeline import EXIT_NOT_AGAIN
 from rollout_service.observe.metrics import RunMetrics
 from tests.test_checkpoint import save
 
@@ -101,30 +100,17 @@ def test_a_learner_that_died_before_its_first_checkpoint_begins_anew(learners: L
     assert "from the start (update 0, env step 0)" in learners.paper.said[-1]
 
 
-def test_an_error_that_comes_again_is_not_tried_again(learners: Learners) -> None:
-    assert learners.die(EXIT_NOT_AGAIN, TRACEBACK) is None
-    assert learners.paper.said[-1].endswith(TRACEBACK)
+def test_an_exception_ends_the_run_and_its_traceback_is_said_once(learners: Learners) -> None:
+    assert learners.die(1, TRACEBACK) is None
+    assert learners.paper.said == [
+        "learner (pid 7) ended with code 1; the run stops: an error of the learner's own is not tried again\n"
+        + TRACEBACK
+    ]
+    assert learners.metrics.learner_restarts == 0
 
 
-def test_a_traceback_is_said_once(learners: Learners) -> None:
-    assert learners.die(1, TRACEBACK) == 0.0
-    assert learners.die(1, TRACEBACK.replace("line 1", "line 2")) is None
-    first, last = learners.paper.said
-    assert first.endswith(TRACEBACK)
-    assert "Traceback" not in last
-    assert last.endswith(f"the error is the one above; {learners.path / 'learner.log'} has it too")
-
-
-def test_another_error_is_said_in_full(learners: Learners) -> None:
-    learners.die(1, TRACEBACK)
-    learners.die(1, TRACEBACK.replace("boom", "bang"))
-    assert learners.paper.said[-1].endswith("RuntimeError: bang")
-
-
-def test_progress_since_the_last_error_earns_another_try(learners: Learners) -> None:
-    assert learners.die(1, TRACEBACK) == 0.0
-    learners.reach(7)
-    assert learners.die(1, TRACEBACK, now=400.0) == 0.0
+def test_a_learner_that_left_because_it_was_told_to_is_followed_by_another(learners: Learners) -> None:
+    assert learners.die(0) == 0.0
 
 
 def test_numbers_and_logs_go_back_to_where_the_next_one_stands(learners: Learners) -> None:

@@ -113,9 +113,7 @@ def test_a_shared_memory_of_ones_own_is_named_as_the_reason(name: str):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_told_uid_and_mode(name: str):
-    said = run_python(
-        ASKS.replace("try:", "import fcntl, os; os.setuid(65534)\ntry:", 1), name
-    ).stdout
+    said = run_python(ASKS.replace("try:", "import fcntl, os; os.setuid(65534)\ntry:", 1), name).stdout
     assert said == (
         f"SegmentMismatch segment {name} belongs to uid 0, mode 0600; this process is uid 65534: "
         "run all processes of a run under one uid\n"

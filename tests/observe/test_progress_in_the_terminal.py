@@ -38,6 +38,11 @@ def test_a_plain_line_says_how_far_how_well_and_how_fast():
     assert "success" not in plain_line(summary())
 
 
+def test_an_actor_that_is_often_waited_for_is_in_the_plain_line():
+    assert plain_line(summary(slowest_actor=3, slowest_share=0.19)).endswith("actors 0/2")
+    assert plain_line(summary(slowest_actor=3, slowest_share=0.2)).endswith("actors 0/2  waited for actor 3 20%")
+
+
 def test_plain_lines_come_every_few_seconds_and_only_with_news():
     stream = io.StringIO()
     progress = PlainProgress(stream)

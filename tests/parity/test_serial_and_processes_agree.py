@@ -64,6 +64,23 @@ def test_many_processes_train_to_the_bits_of_one_under_the_zero_strategy(tmp_pat
     assert {name: processes[name] for name in FIGURES} == {name: serial[name] for name in FIGURES}
 
 
+def test_a_resumed_run_is_the_same_in_one_process_and_in_many_and_draws_nothing_again(tmp_path: Path) -> None:
+    config = small_config(total_steps=64 * 2, learning_rate=1e-12, self_check=1)
+    serial, processes = tmp_path / "serial", tmp_path / "processes"
+    targets: list[float] = []
+
+    def note(update: SerialUpdate) -> None:
+        targets.append(update.report.metrics["return_target_mean"])
+
+    run_serial(config.model_copy(update={"run_dir": serial}), note)
+    shutil.copytree(serial, processes)
+    longer = config.model_copy(update={"resume": True, "total_steps": 64 * 4})
+    run_serial(longer.model_copy(update={"run_dir": serial}), note)
+    train_in_processes(longer, processes)
+    require_equal(serial, processes)
+    assert len(targets) == len(set(targets)) == 4
+
+
 def test_weights_do_not_depend_on_how_envs_are_split_over_actors() -> None:
     def digest(num_actors: int, envs_per_actor: int) -> str:
         config = small_config(
