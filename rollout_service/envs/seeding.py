@@ -1,8 +1,9 @@
 """Every random stream of a run, by name: seeds that depend on what is seeded, never on who happens to run it.
 
 A stream belongs to (run seed, purpose, global env index, incarnation, update). Neither the split of envs over actors
-nor the order of arrival enters, so 1 x 8 and 4 x 2 envs draw the same numbers. `update` is 0 but
-where envs are reset on request: at deterministic barriers, and at an actor's first lease in a resumed run. An incarnation is one life of an actor: a replacement must not replay the streams of the dead.
+nor the order of arrival enters, so 1 x 8 and 4 x 2 envs draw the same numbers. `update` is 0 but where envs are reset
+on request: at deterministic barriers, and at an actor's first lease in a resumed run. An incarnation is one life of an
+actor: a replacement must not replay the streams of the dead.
 
 Leaves to others: who draws from a stream, and when.
 """

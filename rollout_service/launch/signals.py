@@ -1,8 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP as messages in the supervisor's inbox.
 
-Who installs: whoever runs a training, around the whole of it, in the main thread. `queue.SimpleQueue.put` may be called from a
-signal handler, and a `get` that waits is interrupted for the handler to run, so the main thread reacts at once without
-polling. A serial run has no inbox to wait at: it looks at its StopRequest between steps. What must never happen: an exception raised in the middle of teardown because a signal came.
+Who installs: whoever runs a training, around the whole of it, in the main thread. `queue.SimpleQueue.put` may be
+called from a signal handler, and a `get` that waits is interrupted for the handler to run, so the main thread reacts at
+once without polling. A serial run has no inbox to wait at: it looks at its StopRequest between steps. What must never
+happen: an exception raised in the middle of teardown because a signal came.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Inbox(Protocol):
 
 
 class StopRequest:
-    """The inbox of a run that is one thread: keeps the first signal; the next one is a KeyboardInterrupt there and then.
+    """The inbox of a run that is one thread: keeps the first signal, the next is a KeyboardInterrupt on the spot.
 
     Further ones are ignored: from the second on, all that is left is teardown. So is the second once `close` was
     called.

@@ -24,11 +24,11 @@ DEADLINE_S = 100
 FIGURES = ("env_steps", "updates", "return_mean", "success_rate")
 
 
-def train_in_processes(config: TrainConfig, run_dir: Path) -> dict[str, Any]:
+def train_in_processes(config: TrainConfig, run_dir: Path, *more: str) -> dict[str, Any]:
     """The whole command, with its service, actors and learner as processes. Returns what `--json` prints."""
     file = run_dir.with_suffix(".toml")
     file.write_text(to_toml(config))
-    words = ["train", "--config", str(file), "--run-dir", str(run_dir), "--no-tensorboard", "--json"]
+    words = ["train", "--config", str(file), "--run-dir", str(run_dir), "--no-tensorboard", "--json", *more]
     ended = subprocess.run(
         [sys.executable, "-m", "rollout_service", *words], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
     )
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_the_same_in_one_process_and_in_many_and_draws_nothing_
     shutil.copytree(serial, processes)
     longer = config.model_copy(update={"resume": True, "total_steps": 64 * 4})
     run_serial(longer.model_copy(update={"run_dir": serial}), note)
-    train_in_processes(longer, processes)
+    train_in_processes(longer, processes, "--resume")
     require_equal(serial, processes)
     assert len(targets) == len(set(targets)) == 4
 
