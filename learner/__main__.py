@@ -10,7 +10,6 @@ goes out as BYE with its traceback.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from rollout_service.control.attendance import Attendance
 from rollout_service.control.messages import Hello, Role
-from rollout_service.lifeline import WAIT_S, begin, leave
+from rollout_service.lifeline import begin, leave, role_parser
 
 if TYPE_CHECKING:
     from rollout_service.control.client import Client
@@ -32,30 +31,15 @@ envs: with two threads on two busy cores an update took ten times as long."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m learner", description="The learner of one run.")
-    parser.add_argument("--connect", required=True, metavar="ENDPOINT", help="where the service listens")
+    parser = role_parser("python -m learner", "The learner of one run.")
     parser.add_argument("--run-dir", type=Path, help="where checkpoints go; default: where the service's run has them")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run directory")
-    parser.add_argument(
-        "--wait-for-service",
-        type=float,
-        default=WAIT_S,
-        metavar="SECONDS",
-        help=f"how long to look for a service that is not there yet (default: {WAIT_S:g})",
-    )
-    parser.add_argument(
-        "--reconnect",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="how long to look for a service that was there and is lost, to begin anew with it (default: 0, leave)",
-    )
     chosen = parser.parse_args(arguments)
     by_hand = begin("learner", on_death=signal.SIGTERM)
-    # Torch takes seconds to import: only after the ties to the parent are in place. Until then SIGTERM has its default
-    # effect, at once: a stop must not wait for an import to end.
     for name, value in POLITE_POOL.items():
         os.environ.setdefault(name, value)
+    # Torch takes seconds to import: only after the ties to the parent are in place. Until then SIGTERM has its default
+    # effect, at once: a stop must not wait for an import to end.
     from learner.session import LearnerSession, take_seat
     from learner.staging import keep_freed_memory
 

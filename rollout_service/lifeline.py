@@ -12,6 +12,7 @@ stuck actor hangs. What must never happen: a child that outlives its parent by m
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import ctypes
@@ -64,6 +65,27 @@ def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> 
         os.kill(os.getpid(), on_death)
     threading.Thread(target=_watch, args=(parent, grace_s), name="lifeline", daemon=True).start()
     return True
+
+
+def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """The words that every role understands: which service, and how long to look for it."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--connect", required=True, metavar="ENDPOINT", help="where the service listens")
+    parser.add_argument(
+        "--wait-for-service",
+        type=float,
+        default=WAIT_S,
+        metavar="SECONDS",
+        help=f"how long to look for a service that is not there yet (default: {WAIT_S:g})",
+    )
+    parser.add_argument(
+        "--reconnect",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to look for a service that was there and is lost, to begin anew with it (default: 0, leave)",
+    )
+    return parser
 
 
 def begin(role: str, on_death: signal.Signals = KILL) -> bool:

@@ -8,12 +8,11 @@ its parent: Ctrl-C reaches every process of a terminal at once, and the parent s
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from typing import Final
 
-from rollout_service.lifeline import WAIT_S, begin, leave
+from rollout_service.lifeline import begin, leave, role_parser
 
 QUIET_NEIGHBOUR: Final = {
     "OMP_NUM_THREADS": "1",
@@ -26,25 +25,10 @@ QUIET_NEIGHBOUR: Final = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m workers", description="One actor of a run.")
-    parser.add_argument("--connect", required=True, metavar="ENDPOINT", help="where the service listens")
+    parser = role_parser("python -m workers", "One actor of a run.")
     parser.add_argument("--actor", type=int, metavar="N", help="the place to take; default: the next free one")
     parser.add_argument(
         "--incarnation", type=int, default=0, metavar="K", help="how often that place was filled before"
-    )
-    parser.add_argument(
-        "--wait-for-service",
-        type=float,
-        default=WAIT_S,
-        metavar="SECONDS",
-        help=f"how long to look for a service that is not there yet (default: {WAIT_S:g})",
-    )
-    parser.add_argument(
-        "--reconnect",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="how long to look for a service that was there and is lost, to begin anew with it (default: 0, leave)",
     )
     chosen = parser.parse_args(arguments)
     by_hand = begin("actor")
