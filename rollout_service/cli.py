@@ -1,4 +1,4 @@
-"""`rollout-service train | serve | eval | status | clean | envs | bench | doctor`: words in, exit code out.
+"""`rollout-service COMMAND ...`: words in, exit code out. `COMMANDS` below lists them.
 
     exit code   0 as asked   1 the run failed   2 the words or the settings are wrong   130, 143 Ctrl-C, SIGTERM
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def overview() -> str:
     """The commands, one line each."""
-    lines = [f"{name:<8}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    lines = [f"{name:<11}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
     listed = "\n  ".join(lines)
     return f"usage: {PROGRAM} COMMAND [OPTIONS]\n\n  {listed}\n\n{PROGRAM} COMMAND --help says more."
 
@@ -164,6 +164,34 @@ def envs(words: Sequence[str]) -> int:
     return 0
 
 
+def check_env(words: Sequence[str]) -> int:
+    """Try an env out: its spaces, how it resets, and what looks wrong with it."""
+    parser = _parser("check-env", check_env)
+    parser.add_argument("env", help="gymnasium id or module:factory, as for train --env")
+    parser.add_argument("--env-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of the env")
+    parser.add_argument("--vectorize", default="none", help="as for train (default: none)")
+    parser.add_argument("--num-envs", type=int, default=1, help="envs that are stepped together (default: 1)")
+    chosen = parser.parse_args(words)
+    from rollout_service.envs.check import check_env as check
+    from rollout_service.errors import ConfigError
+    from rollout_service.launch.settings import key_values
+    from rollout_service.runspec import Vectorize
+
+    try:
+        kwargs, vectorize = key_values(chosen.env_kwargs), Vectorize(chosen.vectorize)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    found = check(chosen.env, kwargs, vectorize, chosen.num_envs)
+    for leaf in found.spaces.observation:
+        print(f"observation{leaf.path}  {leaf.kind.value} {leaf.dtype} {list(leaf.shape)}")
+    action = found.spaces.action
+    print(f"action       {action.kind.value} {action.dtype}, {action.size} choices from {action.start}")
+    print(f"autoreset    {found.autoreset.value}")
+    for warning in found.warnings:
+        print(f"warning      {warning}")
+    return EXIT_FAILED if found.warnings else 0
+
+
 def bench(words: Sequence[str]) -> int:
     """Time the parts and whole runs, each against the plain way to do it."""
     from rollout_service.bench.command import main as run
@@ -185,6 +213,7 @@ COMMANDS: Final[dict[str, Callable[[Sequence[str]], int]]] = {
     "status": status,
     "clean": clean,
     "envs": envs,
+    "check-env": check_env,
     "bench": bench,
     "doctor": doctor,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 import pytest
 
+from rollout_service.cli import main
 from rollout_service.envs.check import EnvFacts, check_env, check_env_advances
 from rollout_service.envs.make import make_env
 from rollout_service.envs.memory_tasks import register
@@ -167,3 +168,12 @@ def test_a_run_spec_says_how_the_vector_env_resets() -> None:
     single = build_run_spec(small_config(env=f"{HERE}:TickEnv", env_kwargs={}))
     assert (single.vectorize, single.autoreset) == (Vectorize.NONE, AutoresetMode.ACTOR)
     assert single.spaces == spec.spaces
+
+
+def test_the_command_reports_a_silent_restart_and_passes_a_sound_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-env", "tests.fixtures.envs:SilentRestartEnv"]) == 1
+    assert "warning      " in capsys.readouterr().out
+    assert main(["check-env", "tests.fixtures.envs:TickEnv", "--env-kwargs", "length=91"]) == 0
+    shown = capsys.readouterr().out
+    assert "warning" not in shown
+    assert "action       discrete int64, 2 choices from 0" in shown
