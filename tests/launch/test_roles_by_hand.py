@@ -168,12 +168,28 @@ def test_a_stop_at_any_moment_kills_nobody_by_a_signal(hands: Hands, moment: flo
     assert not any("Traceback" in role.stderr() for role in roles)
 
 
+LATE = ["--min-actors", "1", "--first-batch-deadline", "4", "--batch-deadline", "0.5"]
+
+
 @pytest.mark.learning
-def test_roles_by_hand_learn_a_t_maze(hands: Hands):
+@pytest.mark.parametrize("order", ["service first", "roles first", "an actor joins late"])
+def test_roles_by_hand_learn_a_t_maze(hands: Hands, order: str):
     settings = ["--preset", "tmaze", "--env-kwargs", "corridor=5", "--num-actors", "2", "--envs-per-actor", "8"]
     settings += ["--num-steps", "32", "--total-steps", "20480", "--chrono-max", "8", "--no-tensorboard", "--json"]
-    service = hands.serve(*settings)
-    roles = [hands.learner("--wait-for-service", "60"), *(hands.actor("--wait-for-service", "60") for _ in range(2))]
+    wait = ["--wait-for-service", "60"]
+    if order == "roles first":
+        roles = [hands.actor(*wait), hands.learner(*wait), hands.actor(*wait)]
+        service = hands.serve(*settings)
+    else:
+        late = order == "an actor joins late"
+        service = hands.serve(*settings, *(LATE if late else []))
+        hands.listening(service)
+        roles = [hands.learner(), hands.actor()]
+        if late:
+            hands.reaches(2)
+        roles.append(hands.actor())
     assert ended([service, *roles], 100.0) == [0] * 4
     played = run_command("eval", str(hands.run_dir), "--episodes", "100", "--json", cwd=hands.directory)
     assert json.loads(played.stdout)["success_rate"] >= 0.95
+    valid = [json.loads(line)["learner/valid_rows"] for line in (hands.run_dir / "metrics.jsonl").open()]
+    assert (valid[0], valid[-1]) == ((256 if order == "an actor joins late" else 512), 512)

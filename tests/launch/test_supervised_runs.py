@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -136,6 +137,23 @@ def test_a_stop_signal_to_the_group_ends_the_run_quickly_and_quietly(tmp_path: P
     if len(signals) == 1:
         assert found.update > 0
         assert found.env_steps == found.update * STEPS_PER_UPDATE
+
+
+@pytest.mark.parametrize("moment", [0.2, 1.0, 1.8, 2.7])
+def test_a_stop_at_any_moment_kills_nobody_by_another_signal(tmp_path: Path, moment: float):
+    with Service(*words(*FAST, updates=1_000_000), cwd=tmp_path) as service:
+        with pytest.raises(subprocess.TimeoutExpired):
+            service.wait(moment)
+        service.signal_group(signal.SIGTERM)
+        assert service.wait(5.0) in (143, -signal.SIGTERM)
+        said = service.stderr()
+    assert not any(word in said for word in ("Traceback", "SIGSEGV", "SIGBUS", "SIGABRT", "leaked"))
+
+
+def test_a_tiny_run_always_leaves_by_itself(tmp_path: Path):
+    for _ in range(2):
+        ran = run_command("train", *words(*FAST, updates=4), cwd=tmp_path, timeout=15)
+        assert ran.returncode == 0, ran.stderr
 
 
 BREAK_THE_LEARNER = """
