@@ -88,6 +88,51 @@ def normalized(x: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid.sum() > 1, centred / (deviation + DEVIATION_EPSILON), kept)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What every row adds to the loss, float32 of one shape; 0 where not valid. Divided by the valid rows: means."""
+
+    gain: Tensor
+    """The clipped surrogate, to be made large."""
+    error: Tensor
+    """Squared value error."""
+    entropy: Tensor
+    log_ratio: Tensor
+    """log_prob - old_log_prob"""
+
+    def loss(self, settings: PpoSettings) -> Tensor:
+        """Sum of the rows' losses, a scalar."""
+        error = torch.sub(settings.value_coefficient * self.error, self.gain)
+        return torch.sub(error, self.entropy, alpha=settings.entropy_coefficient).sum()
+
+    def detach(self) -> Terms:
+        return Terms(self.gain.detach(), self.error.detach(), self.entropy.detach(), self.log_ratio.detach())
+
+
+def ppo_terms(evaluation: Evaluation, minibatch: Minibatch, settings: PpoSettings) -> Terms:
+    """The rows' terms, with gradient.
+
+        ratio = exp(log_prob - old_log_prob)
+        gain  = min(ratio * A, clip(ratio, 1 - c, 1 + c) * A)                                    (eq. 7)
+        error = (V - R)^2, or the larger of that and ((V_old + clip(V - V_old, -c_v, c_v)) - R)^2
+
+    Advantages and returns must be 0 where not valid, and everything else finite there but for old_log_probs.
+    """
+    valid = minibatch.valid
+    zero = evaluation.log_probs.new_zeros(())
+    log_ratio = torch.where(valid, evaluation.log_probs - minibatch.old_log_probs, zero)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1.0 - settings.clip_range, 1.0 + settings.clip_range)
+    gain = torch.minimum(ratio * minibatch.advantages, clipped * minibatch.advantages)
+    values = torch.where(valid, evaluation.values, zero)
+    error = (values - minibatch.returns).square()
+    if settings.value_clip_range is not None:
+        old_values = torch.where(valid, minibatch.old_values, zero)
+        moved = (values - old_values).clamp(-settings.value_clip_range, settings.value_clip_range)
+        error = torch.maximum(error, (old_values + moved - minibatch.returns).square())
+    return Terms(gain, error, torch.where(valid, evaluation.entropy, zero), log_ratio)
+
+
 def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, settings: PpoSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate, value error and entropy bonus of one minibatch.
 

@@ -34,28 +34,39 @@ class ReturnNormalizer:
         """Factor on rewards: 1 / deviation; 1 before anything was seen."""
         return 1.0 if self.count == 0 else float(1.0 / np.sqrt(self.variance + EPSILON))
 
-    def update(self, rewards: np.ndarray, ended: np.ndarray, valid: np.ndarray, starts: np.ndarray) -> None:
+    def update(
+        self,
+        rewards: np.ndarray,
+        ended: np.ndarray,
+        valid: np.ndarray,
+        starts: np.ndarray,
+        envs: np.ndarray | None = None,
+    ) -> None:
         """Takes one rollout in.
 
-        rewards: float [N, T]; ended, valid: bool [N, T]; starts: [N], 1 where row 0 begins an episode.
-        Raises ShapeError unless N is the number of envs.
+        rewards: float [N, T]; ended, valid: bool [N, T]; starts: [N], 1 where row 0 begins an episode; envs: int [N],
+        of which env each sequence is, 0..N-1 by default. One that comes again goes on where it came before.
+        Raises ShapeError unless all N are the same, and without `envs` the number of envs.
         """
-        num_envs, num_steps = rewards.shape
-        if num_envs != len(self.carried) or not rewards.shape == ended.shape == valid.shape:
+        sequences = np.arange(len(self.carried)) if envs is None else np.asarray(envs)
+        if len(rewards) != len(sequences) or not rewards.shape == ended.shape == valid.shape:
             raise ShapeError(
                 f"rewards {rewards.shape}, ended {ended.shape} and valid {valid.shape} must all be "
-                f"[{len(self.carried)}, T]"
+                f"[{len(sequences)}, T]"
             )
-        returns = np.zeros((num_steps, num_envs), np.float64)
-        # Selected, not multiplied: an unwritten row holds NaN, and 0 * NaN is NaN.
-        counted = np.where(valid, rewards, 0.0).T.astype(np.float64)
-        lives_on = (valid & ~ended).T
-        stays = ~valid.T
-        carried = np.where(np.asarray(starts) > 0, 0.0, self.carried)
-        for t in range(num_steps):
-            np.add(carried, counted[t], out=returns[t])
-            carried = np.where(stays[t], carried, np.where(lives_on[t], self.gamma * returns[t], 0.0))
-        self.carried = carried
+        returns = np.zeros(rewards.shape[::-1], np.float64)
+        for turn in turns(sequences):
+            own = sequences[turn]
+            # Selected, not multiplied: an unwritten row holds NaN, and 0 * NaN is NaN.
+            counted = np.where(valid[turn], rewards[turn], 0.0).T.astype(np.float64)
+            lives_on = (valid[turn] & ~ended[turn]).T
+            stays = ~valid[turn].T
+            carried = np.where(np.asarray(starts)[turn] > 0, 0.0, self.carried[own])
+            for t, reward in enumerate(counted):
+                seen = carried + reward
+                returns[t, turn] = seen
+                carried = np.where(stays[t], carried, np.where(lives_on[t], self.gamma * seen, 0.0))
+            self.carried[own] = carried
         self._merge(returns.T[valid])
 
     def _merge(self, seen: np.ndarray) -> None:
@@ -83,3 +94,12 @@ class ReturnNormalizer:
             self.carried = carried.astype(np.float64)
         else:
             self.carried = np.zeros_like(self.carried)
+
+
+def turns(envs: np.ndarray) -> list[np.ndarray]:
+    """Indices into envs (int [N]), each env at most once per turn: first comings, then second ones, and so on."""
+    order = np.argsort(envs, kind="stable")
+    ordered = envs[order]
+    coming = np.empty(len(envs), np.int64)
+    coming[order] = np.arange(len(envs)) - np.searchsorted(ordered, ordered)
+    return [np.flatnonzero(coming == turn) for turn in range(int(coming.max(initial=-1)) + 1)]

@@ -2,7 +2,8 @@
 
 Two ways to hold one. Standalone (`RecurrentRolloutBuffer(...)`) it creates its own memory and the caller writes it cell
 by cell; it needs no service. Over slots that actors filled (`RecurrentRolloutBuffer.over(...)`) it is the learner's
-face of them, and only the learner's products and another rollout's row 0 are written through it.
+face of them, and only the learner's products and another rollout's row 0 are written through it. Slots that are not
+adjacent are gathered once, when it is made; from then on it is a rollout of its own, and the slots may be filled again.
 
 Writers: standalone the caller, over slots the actors; in both cases the learner for advantages, returns and the seed of
 the next rollout. Readers: the trainer, through batches that own their memory.
@@ -25,7 +26,7 @@ Indices read [step][env] outside, arrays lie env-major inside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -96,19 +97,24 @@ class RecurrentRolloutBuffer(RolloutViews):
         self._begin_rollout()
 
     @classmethod
-    def over(cls, memory: RolloutMemory, slots: range) -> RecurrentRolloutBuffer:
-        """The face of adjacent slots that actors fill; `memory` stays its owner's to close. Raises OutOfRange."""
+    def over(cls, memory: RolloutMemory, slots: Sequence[int]) -> RecurrentRolloutBuffer:
+        """The learner's face of slots that actors fill, in the order given; `memory` stays its owner's to close.
+
+        Adjacent slots are read where they are. Others are copied together here, once, so they must be committed; see
+        `learner.gathering` for what training needs of them. A batch of a gathered rollout shares its memory, not the
+        slots'. Raises OutOfRange.
+        """
         buffer = cls.__new__(cls)
         buffer._bind(memory, slots, own=False)
         return buffer
 
-    def _bind(self, memory: RolloutMemory, slots: range, *, own: bool) -> None:
+    def _bind(self, memory: RolloutMemory, slots: Sequence[int], *, own: bool) -> None:
         super().__init__(memory, slots)
         self._covered: _Covered | None = None
         self._seeded: Epochs | None = None
         self._cells: CellWriter | None = None
         if own:
-            self._cells = CellWriter(memory.writer(slots.start), memory.fields)
+            self._cells = CellWriter(memory.writer(slots[0]), memory.fields)
 
     # Reading the learner's products
 
@@ -335,13 +341,23 @@ class RecurrentRolloutBuffer(RolloutViews):
         )
 
     @property
+    def is_standalone(self) -> bool:
+        """Whether the caller writes it cell by cell."""
+        return self._cells is not None
+
+    @property
     def valid_steps(self) -> NDArray[np.int64]:
         """int [N]: K of each env in the last GAE call. Raises OutOfOrder before it."""
         return self._last_estimate().valid_steps.copy()
 
     def _batch(self, steps: NDArray[np.int64], env_ids: NDArray[np.int64], device: torch.device | str) -> SequenceBatch:
         return materialize(
-            self._arrays, state_names=self._state_names, valid_steps=steps, env_ids=env_ids, device=device
+            self._arrays,
+            state_names=self._state_names,
+            valid_steps=steps,
+            env_ids=env_ids,
+            device=device,
+            owned=self.is_gathered,
         )
 
     # Whole
@@ -356,7 +372,8 @@ class RecurrentRolloutBuffer(RolloutViews):
         twin._bind(memory, range(1), own=True)
         twin._begin_rollout()
         for name, array in self._arrays.items():
-            twin._arrays[name][...] = array
+            theirs = twin._arrays[name]
+            (theirs[:, : array.shape[1]] if theirs.ndim > 1 else theirs)[...] = array
         if twin._cells is not None:
             twin._cells.written[...] = self._written()
         epochs = self._epochs()
@@ -426,8 +443,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         """bool [N, T]: cells that this rollout has; over slots the rows that were committed."""
         if self._cells is not None:
             return self._cells.written
-        headers = (self._memory.header(slot) for slot in self._slots)
-        committed = np.array([header.valid_steps if header.committed else 0 for header in headers])
+        committed = np.array([header.valid_steps if header.committed else 0 for header in self._headers()])
         return np.arange(self._num_steps) < np.repeat(committed, self._memory.envs_per_slot)[:, None]
 
     def _require_rows(self, steps: NDArray[np.int64], *, only_last: bool = False) -> None:
@@ -446,6 +462,8 @@ class RecurrentRolloutBuffer(RolloutViews):
         if into is None:
             self._require_own("seed_warm_start without into=")
             return self
+        if into.is_gathered:
+            raise OutOfOrder("into= is a gathered copy of its slots, a seed in it reaches nobody; name adjacent slots")
         same_place = into is self or (into._memory is self._memory and set(into._slots) & set(self._slots))
         if same_place:
             raise OutOfOrder("into= names slots of this very rollout; name the next rollout's FREE slots")

@@ -1,23 +1,26 @@
 """RolloutViews: what can be read of a rollout in shared memory, as arrays that read [step][env].
 
-Every accessor is a view without a copy. What actors or `add` write is read-only here, so that no maths in place can
-reach the rollout; advantages and returns are the learner's own and can be written. Writers: none here;
-`RecurrentRolloutBuffer` is a RolloutViews that also writes. Left to others: whether what is read is complete, or still
-of the same rollout.
+Every accessor is a view without a copy: of the slots themselves if they are adjacent, else of what was gathered from
+them when the rollout was made; a gathered rollout never looks at its slots again, and knows the recurrent state of row
+0 only. What actors or `add` write is read-only here, so that no maths in place can reach the rollout; advantages and
+returns are the learner's own and can be written. Writers: none here; `RecurrentRolloutBuffer` is a RolloutViews that
+also writes. Left to others: whether what is read is complete, or still of the same rollout.
 
 Axis letters: T num_steps, N num_envs, L recurrent layers, H hidden_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.gathering import adjacent, gathered, require_slots
 from rollout_service.errors import OutOfOrder
 from rollout_service.memory.schema import FINAL_PREFIX, OBSERVATIONS, Per, Role
-from rollout_service.memory.slots import RolloutMemory
+from rollout_service.memory.slots import RolloutMemory, SlotHeader
 
 CARRY = "episode_start_carry"
 Epochs = tuple[int, ...]
@@ -26,14 +29,21 @@ Grid = NDArray[Any]
 
 
 class RolloutViews:
-    """Adjacent slots as one rollout of N envs and T steps, for reading."""
+    """Some slots as one rollout of N envs and T steps, for reading."""
 
-    def __init__(self, memory: RolloutMemory, slots: range) -> None:
-        self._slots = slots
-        self._open: tuple[RolloutMemory, dict[str, NDArray[Any]]] | None = (memory, memory.rollout(slots))
+    def __init__(self, memory: RolloutMemory, slots: Sequence[int]) -> None:
+        """Raises OutOfRange unless `slots` are slots of the memory, at least one, none twice."""
+        self._slots = require_slots(memory, slots)
+        neighbours = adjacent(self._slots)
+        self._stamps: tuple[SlotHeader, ...] | None = None
+        """Of a gathered rollout, from when it was gathered."""
+        if neighbours is None:
+            self._stamps = tuple(memory.header(slot) for slot in self._slots)
+        arrays = gathered(memory, self._slots) if neighbours is None else memory.rollout(neighbours)
+        self._open: tuple[RolloutMemory, dict[str, NDArray[Any]]] | None = (memory, arrays)
         self._fields = {declared.name: declared for declared in memory.fields}
         self._num_steps = memory.num_steps
-        self._num_envs = len(slots) * memory.envs_per_slot
+        self._num_envs = len(self._slots) * memory.envs_per_slot
         self._state_names = tuple(f.name for f in memory.fields if f.role is Role.SEED and f.per is Per.STEP)
         self._observation_names = tuple(name for name in self._fields if name.startswith(OBSERVATIONS))
 
@@ -91,12 +101,17 @@ class RolloutViews:
         """float32 [T, N], writable."""
         return self._arrays["returns"].swapaxes(0, 1)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the arrays are copies of slots that are not adjacent."""
+        return self._stamps is not None
+
     def hidden(self) -> Grid:
-        """float32 [T, N, L, H], entering the step. Raises OutOfOrder without recurrent state."""
+        """float32 [T, N, L, H], entering the step; [1, N, L, H] if gathered. Raises OutOfOrder without such state."""
         return self._state_grid("hidden")
 
     def cell(self) -> Grid:
-        """float32 [T, N, L, H], entering the step. Raises OutOfOrder without recurrent state."""
+        """float32 [T, N, L, H], entering the step; [1, N, L, H] if gathered. Raises OutOfOrder without such state."""
         return self._state_grid("cell")
 
     def episode_start_carry(self) -> Grid:
@@ -109,8 +124,17 @@ class RolloutViews:
 
     def incarnations(self) -> NDArray[np.int64]:
         """int [N]: which life of its actor each env's rows are of."""
-        lives = [self._memory.header(slot).incarnation for slot in self._slots]
+        lives = [stamp.incarnation for stamp in self._headers()]
         return np.repeat(np.array(lives, np.int64), self._memory.envs_per_slot)
+
+    def run_env_ids(self) -> NDArray[np.int64]:
+        """int [N]: each env's number in the run, actor * E + e; 0..N-1 standalone. Two slots of one actor share them.
+
+        Of a slot that nobody has filled it says nothing.
+        """
+        count = self._memory.envs_per_slot
+        firsts = np.array([stamp.actor * count for stamp in self._headers()], np.int64)
+        return (firsts[:, None] + np.arange(count)).reshape(-1)
 
     def final_state(self) -> dict[str, Grid]:
         """By name, float32 [N, L, H]: written by the actors at commit, standalone by seed_warm_start."""
@@ -143,9 +167,13 @@ class RolloutViews:
         """Field name -> [N, T, *shape] or [N, *shape], env-major."""
         return self._opened()[1]
 
+    def _headers(self) -> tuple[SlotHeader, ...]:
+        """The stamps of the slots; of a gathered rollout as they stood when it was made."""
+        return self._stamps or tuple(self._memory.header(slot) for slot in self._slots)
+
     def _epochs(self) -> Epochs:
         """Which filling of each slot this is."""
-        return tuple(self._memory.header(slot).epoch for slot in self._slots)
+        return tuple(stamp.epoch for stamp in self._headers())
 
 
 def _read_only(array: Grid) -> Grid:

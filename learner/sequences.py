@@ -112,6 +112,7 @@ def materialize(
     valid_steps: NDArray[np.int64],
     env_ids: NDArray[np.int64],
     device: torch.device | str,
+    owned: bool = False,
 ) -> SequenceBatch:
     """Copy the rows of some envs out of a rollout.
 
@@ -120,12 +121,16 @@ def materialize(
     The batch has max K columns over those envs, `valid` is False past each env's K. Rows that are not valid hold zeros,
     but signed integers (choices of a Discrete space, whose first one need not be 0) repeat a choice of a valid row, so
     that an embedding or a gather can take them.
+    owned: the arrays are the caller's own copies of a rollout: the batch then shares those of which it takes every row,
+    and writes the harmless contents into them.
     """
     steps = valid_steps[env_ids]
     columns = int(steps.max(initial=0))
+    shared = owned and len(env_ids) == len(valid_steps) and columns == arrays["valid"].shape[1]
 
     def rows(name: str) -> NDArray[Any]:
-        return np.ascontiguousarray(arrays[name][env_ids, :columns])  # an index array always copies
+        # An index array always copies.
+        return arrays[name] if shared else np.ascontiguousarray(arrays[name][env_ids, :columns])
 
     within = np.arange(columns) < steps[:, None]
     valid = rows("valid").astype(np.bool_) & within

@@ -4,6 +4,7 @@
     attach, build, restore        with resume the newest usable checkpoint, else checkpoint 0 is written
     publish the version above every earlier one -> READY
     BATCH -> update -> weights of the next version -> PUBLISH, over and over
+             in streaming RELEASE in between, once the batch is copied
     STOP, SIGTERM or a silent service -> checkpoint of the last whole update -> BYE
 
 Writers: this process writes the weights segment, its slots' products and seeds, and the run's checkpoints. A stop
@@ -17,19 +18,21 @@ was used before, also one that was published and never announced. Signals and ex
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from learner.epochs import Outcome
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.staging import thread_count
-from learner.trainer import Outcome, Trainer
+from learner.trainer import Trainer
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import Checkpoint
 from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.client import Client
-from rollout_service.control.messages import Batch, Publish, Ready, Stop, Welcome
+from rollout_service.control.messages import Batch, Publish, Ready, Release, Stop, Welcome
 from rollout_service.errors import CheckpointError, ConfigError, ProtocolError
 from rollout_service.memory.presence import LEARNER, Presence
 from rollout_service.memory.slots import RolloutMemory
@@ -54,11 +57,16 @@ class LearnerSession:
         self.trainer = Trainer(self.config, self.spec, total_updates=total)
         self.memory = RolloutMemory.attach(welcome.rollout_segment)
         self.weights = WeightsMemory.attach(welcome.weights_segment)
-        self.banks = [RecurrentRolloutBuffer.over(self.memory, self.spec.bank(bank)) for bank in range(NUM_BANKS)]
+        banks = range(NUM_BANKS) if self.spec.max_policy_lag == 0 else ()
+        self.banks = {
+            (slots := tuple(self.spec.bank(bank))): RecurrentRolloutBuffer.over(self.memory, slots) for bank in banks
+        }
+        """Lockstep: the two rollouts there are, by their slots. In streaming every batch has slots of its own."""
         self.version = welcome.version
         self.goes_on = run_dir is None or self.config.resume or welcome.version > 0
         """Checkpoints in run_dir are of this very run: the service puts those of an earlier one aside."""
         self.saved_update = -1
+        self._published: Publish | None = None
 
     def prepare(self, resume: bool) -> None:
         """Restores or writes checkpoint 0, publishes the first weights, says READY."""
@@ -111,16 +119,21 @@ class LearnerSession:
             self.checkpoint()
 
     def learn(self, batch: Batch) -> None:
-        """One update, from BATCH to PUBLISH."""
+        """One update, from BATCH to PUBLISH. A batch that comes again gets the same answer again."""
+        if batch.update <= self.trainer.updates_done:
+            if self._published is not None and self._published.update == batch.update:
+                self.client.send(self._published)
+            return
         self.client.pulse.phase = "updating"
-        other = (batch.bank + 1) % NUM_BANKS
         report = self.trainer.update(
-            self.banks[batch.bank],
+            self.banks.get(batch.slots) or RecurrentRolloutBuffer.over(self.memory, batch.slots),
             valid_steps=batch.valid_steps,
-            seed_into=self.banks[other],
-            seed_where=[slot not in batch.withheld for slot in self.spec.bank(other)],
+            seed_into=self._seed_target(batch),
+            seed_where=[slot is not None for slot in batch.seed_into],
             update=batch.update,
             env_steps=batch.env_steps,
+            policy_lags=[max(0, self.version - version) for version in batch.versions],
+            copied=partial(self._release, batch),
             should_stop=self._between_minibatches,
         )
         if report.outcome is Outcome.ABANDONED:
@@ -128,23 +141,39 @@ class LearnerSession:
         self.version += 1
         self.weights.publish(self.version, self.trainer.weights())
         due = batch.last or batch.update % self.config.checkpoint_interval == 0
-        self.client.send(
-            Publish(
-                update=batch.update,
-                version=self.version,
-                bank=batch.bank,
-                seeded=self._seeded(other, batch.valid_steps),
-                metrics=report.metrics,
-                seconds=report.seconds,
-                checkpoint=str(self.checkpoint()) if due else None,
-            )
+        self._published = Publish(
+            update=batch.update,
+            version=self.version,
+            seeded=self._seeded(batch),
+            metrics=report.metrics,
+            seconds=report.seconds,
+            checkpoint=str(self.checkpoint()) if due else None,
         )
+        self.client.send(self._published)
 
-    def _seeded(self, bank: int, valid_steps: tuple[int, ...]) -> tuple[int, ...]:
-        """Slots of `bank` whose row 0 now comes from their actor's own last commit."""
-        if self.spec.state_strategy is not StateStrategy.STORED:
+    def _seed_target(self, batch: Batch) -> RecurrentRolloutBuffer | None:
+        """The other bank, if any slot of it may be seeded. Raises ProtocolError if seeds would go elsewhere."""
+        named = [slot for slot in batch.seed_into if slot is not None]
+        if not named:
+            return None
+        bank = tuple(self.spec.bank(named[0] // self.spec.num_actors))
+        if bank not in self.banks or not all(
+            slot in (None, own) for slot, own in zip(batch.seed_into, bank, strict=True)
+        ):
+            raise ProtocolError(f"batch {batch.update} has seeds for slots {batch.seed_into}; a bank is {bank}")
+        return self.banks[bank]
+
+    def _seeded(self, batch: Batch) -> tuple[int, ...]:
+        """Slots whose row 0 now comes from their actor's own last commit."""
+        if self.spec.state_strategy is not StateStrategy.STORED or not batch.seed_into:
             return ()
-        return tuple(slot for slot, steps in zip(self.spec.bank(bank), valid_steps, strict=True) if steps > 0)
+        pairs = zip(batch.seed_into, batch.valid_steps, strict=True)
+        return tuple(slot for slot, steps in pairs if slot is not None and steps > 0)
+
+    def _release(self, batch: Batch) -> None:
+        """Lets actors have the slots while the update goes on. In lockstep PUBLISH does: nobody could fill them yet."""
+        if self.spec.max_policy_lag > 0:
+            self.client.send(Release(update=batch.update))
 
     def checkpoint(self) -> Path:
         self.client.pulse.phase = "checkpointing"

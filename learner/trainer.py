@@ -1,7 +1,9 @@
 """Trainer: one PPO update over one rollout, and everything that has to survive a restart.
 
-    rollout (views) -> return statistics -> GAE -> batch -> row 0 of the next bank seeded -> ratio law
-                    -> epochs of minibatches -> observation statistics -> weights to hand out
+    rollout (views) -> return statistics -> GAE -> batch -> row 0 of the next bank seeded
+                    -> `copied`: nothing of the slots is read any more
+                    -> V-trace, if asked for -> ratio law -> epochs of minibatches -> observation statistics
+                    -> weights to hand out
 
 Writer and reader: the learner process, or the serial run; one thread. Reads the rollout's slots; writes their
 advantages and returns, and row 0 of the FREE slots it is given. What must never happen: that observation statistics
@@ -15,51 +17,36 @@ Axis letters: T num_steps, N num_envs, n envs of a minibatch, L recurrent layers
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from learner.dump import write_batch
-from learner.ppo import PpoSettings, explained_variance, masked_mean, normalize_advantages, ppo_loss
-from learner.return_normalizer import ReturnNormalizer
+from learner.epochs import Epochs, Outcome, deviations
+from learner.off_policy import TraceRows, with_current_targets
+from learner.ppo import explained_variance, masked_mean, normalize_advantages
+from learner.reward_scale import RewardScale, live_rows
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.sequences import SequenceBatch
 from learner.staging import compute_exactly, select_device
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import POLICY_PREFIX, Checkpoint, Manifest
-from rollout_service.config import Schedule, TrainConfig
+from rollout_service.config import AdvantageEstimator, Schedule, TrainConfig
 from rollout_service.envs.seeding import Purpose, generator
-from rollout_service.errors import CheckpointError, RatioLawBroken, RunFailed, ShapeError
-from rollout_service.policy.actor_critic import ActorCritic, SequenceEvaluation
-from rollout_service.recurrence import ended
+from rollout_service.errors import CheckpointError, RatioLawBroken, ShapeError
+from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import RunSpec, StateStrategy
 
 RATIO_LIMIT_CPU: Final = 1e-4
 RATIO_LIMIT_CUDA: Final = 1e-3
 """max |ratio - 1| before the first optimiser step: float32 rounding of one device, and of two different ones."""
-KL_MARGIN: Final = 1.5
-"""An update stops once the approximate KL of a minibatch exceeds this times target_kl."""
-
-
-class Outcome(Enum):
-    """How an update ended."""
-
-    COMPLETE = "complete"
-    STOPPED_BY_KL = "stopped_by_kl"
-    SKIPPED = "skipped"
-    """Not one valid row: weights are as before."""
-    ABANDONED = "abandoned"
-    """`should_stop` said so: the trainer is as before the update."""
 
 
 @dataclass(frozen=True)
@@ -110,24 +97,10 @@ class Trainer:
         self.updates_done = 0
         self.env_steps_done = 0
         self.updates_skipped = 0
-        self._named = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
-        self._parameters = [parameter for _, parameter in self._named]
-        self._optimizer = torch.optim.Adam(
-            self._parameters, lr=config.learning_rate, eps=config.adam_epsilon, fused=True
-        )
-        for parameter in self._parameters:
-            # Made now and not at the first step, so that a checkpoint before it has the same arrays as one after it.
-            self._optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=self.device),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+        self.epochs = Epochs(self.policy, config)
         self._shuffle = generator(spec.seed, Purpose.MINIBATCH)
         self._dump_to = config.dump_batch
-        self._returns = ReturnNormalizer(spec.num_envs, config.gamma) if config.normalize_returns else None
-        self._lives = np.full(spec.num_envs, -1, np.int64)
-        """[N] incarnation whose rows were taken into the return statistics last; -1: of an earlier run, or none."""
-        self._settings = PpoSettings.from_config(config)
+        self._reward_scale = RewardScale(config, spec)
         self._ratio_limit = RATIO_LIMIT_CUDA if self.device.type == "cuda" else RATIO_LIMIT_CPU
 
     def learning_rate(self, env_steps: int) -> float:
@@ -153,45 +126,66 @@ class Trainer:
         rollout: RecurrentRolloutBuffer,
         *,
         valid_steps: ArrayLike,
-        seed_into: RecurrentRolloutBuffer | None,
+        seed_into: RecurrentRolloutBuffer | None = None,
         seed_where: ArrayLike = True,
         update: int,
         env_steps: int | None = None,
+        policy_lags: ArrayLike | None = None,
+        copied: Callable[[], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> UpdateReport:
         """One update.
 
-        valid_steps: K, per slot (int [A]) or per env (int [N]).
-        seed_into: the next rollout's slots; None for the same arrays of a standalone buffer.
+        valid_steps: K, per slot (int [slots]) or per env (int [N]). Slots of one actor are in the order of its commits.
+        seed_into: the next rollout's slots; None: the same arrays of a standalone buffer, and of others nothing.
         seed_where: which of them are FREE: bool, or per slot or env.
         env_steps: total behind this update, for the counters; by default the valid rows are added up.
+        policy_lags: by how many versions the weights that acted are older than the trainer's, per slot or env; None: 0.
+            The ratio law is checked where it is 0.
+        copied is called once nothing of the rollout's slots will be read or written any more, before the epochs.
         should_stop is asked before every minibatch; True gives the trainer back as it was.
         Raises RatioLawBroken if the self-check fails, RunFailed if a gradient is not finite.
         """
-        counts = self._per_env(valid_steps)
+        counts = self._per_env("valid_steps", valid_steps, rollout)
+        lags = np.zeros_like(counts) if policy_lags is None else self._per_env("policy_lags", policy_lags, rollout)
         before = self.capture() if should_stop is not None else None
         split = TimeSplit()
         rate = self.learning_rate(self.env_steps_done)
-        scale = self._reward_scale(rollout, counts)
-        batch = self._estimate(rollout, counts, scale, split) if counts.any() else None
+        scale = self._reward_scale.take_in(rollout, counts)
+        batch, rows = self._estimate(rollout, counts, scale, split) if counts.any() else (None, None)
+        seeds = seed_into is not None or rollout.is_standalone
         with split.phase("seed"):
-            if self.spec.state_strategy is StateStrategy.STORED:
+            if seeds and self.spec.state_strategy is StateStrategy.STORED:
                 final = rollout.final_state().values()
                 rollout.seed_warm_start(counts - 1, *final, into=seed_into, where=seed_where)
         steps_done = env_steps if env_steps is not None else self.env_steps_done + int(live_rows(rollout, counts).sum())
+        if copied is not None:
+            copied()
         if batch is None or not bool(batch.valid.any()):
             self._count(update, steps_done)
             self.updates_skipped += 1
             return UpdateReport(update, Outcome.SKIPPED, self._totals(rate, scale), split.seconds)
-        metrics = _describe(batch)
+        traces: dict[str, float] = {}
+        if rows is not None:
+            with split.phase("vtrace"):
+                batch, traces = with_current_targets(batch, rows, self.epochs.evaluate, self.config)
+        metrics = {**_describe(batch), **_describe_lags(lags, counts), **traces}
         self._dump(batch, update)
         if self.config.normalize_advantages:
             batch = normalize_advantages(batch)
-        if self.config.self_check and (update - 1) % self.config.self_check == 0:
+        checked = torch.from_numpy(lags[counts > 0] == 0)
+        if self.config.self_check and (update - 1) % self.config.self_check == 0 and bool(checked.any()):
             with split.phase("self_check"):
-                metrics["self_check_deviation"] = self.check_ratio_law(batch)
+                lawful = batch if bool(checked.all()) else batch.take(checked.nonzero()[:, 0])
+                metrics["self_check_deviation"] = self.check_ratio_law(lawful)
         with split.phase("update"):
-            outcome, figures = self._epochs(batch, rate, should_stop)
+            outcome, figures = self.epochs.run(
+                batch,
+                learning_rate=rate,
+                shuffle=self._shuffle,
+                should_stop=should_stop,
+                checked=checked.to(self.device),
+            )
         if outcome is Outcome.ABANDONED and before is not None:
             self.load(before)
             return UpdateReport(update, outcome, {}, split.seconds)
@@ -202,8 +196,11 @@ class Trainer:
 
     def _estimate(
         self, rollout: RecurrentRolloutBuffer, counts: np.ndarray, scale: float, split: TimeSplit
-    ) -> SequenceBatch:
-        """Advantages, then the batch of every env with K > 0; both before row 0 may be seeded."""
+    ) -> tuple[SequenceBatch, TraceRows | None]:
+        """Advantages, then the batch of every env with K > 0; both before row 0 may be seeded.
+
+        Where V-trace is asked for, also what it needs. GAE runs in any case: it is what checks the rows.
+        """
         with split.phase("gae"):
             rollout.compute_advantages_partial(
                 counts,
@@ -215,7 +212,10 @@ class Trainer:
                 truncation_as_termination=self.config.truncation_as_termination,
             )
         with split.phase("batch"):
-            return rollout.to_training_batch(self.device)
+            batch = rollout.to_training_batch(self.device)
+            if self.config.advantage_estimator is AdvantageEstimator.GAE:
+                return batch, None
+            return batch, TraceRows.of(rollout, batch, scale, self.config)
 
     def _dump(self, batch: SequenceBatch, update: int) -> None:
         """The batch that was asked for goes to its file, once."""
@@ -228,7 +228,7 @@ class Trainer:
         worst = 0.0
         with torch.no_grad():
             for minibatch in batch.minibatches(self.config.envs_per_minibatch, False, None):
-                deviation = _deviations(self._evaluate(minibatch), minibatch)
+                deviation = deviations(self.epochs.evaluate(minibatch), minibatch)
                 row, step = divmod(int(deviation.argmax()), deviation.shape[1])
                 largest = float(deviation[row, step])
                 if largest > self._ratio_limit:
@@ -240,82 +240,18 @@ class Trainer:
                 worst = max(worst, largest)
         return worst
 
-    def _epochs(
-        self, batch: SequenceBatch, learning_rate: float, should_stop: Callable[[], bool] | None
-    ) -> tuple[Outcome, dict[str, float]]:
-        """Clipped PPO over whole env rows. Returns how it ended and the figures' means over the rows that were used."""
-        self._optimizer.param_groups[0]["lr"] = learning_rate
-        limit = math.inf if self.config.target_kl is None else KL_MARGIN * self.config.target_kl
-        outcome = Outcome.COMPLETE
-        seen: list[dict[str, Tensor]] = []
-        norms: list[Tensor] = []
-        first_deviation = 0.0
-        passes = (
-            minibatch
-            for _ in range(self.config.epochs)
-            for minibatch in batch.minibatches(self.config.envs_per_minibatch, True, self._shuffle)
-        )
-        for minibatch in passes:
-            if should_stop is not None and should_stop():
-                return Outcome.ABANDONED, {}
-            evaluation = self._evaluate(minibatch)
-            loss, figures = ppo_loss(evaluation, minibatch, self._settings)
-            if not seen:
-                first_deviation = float(_deviations(evaluation, minibatch).max())
-            seen.append({**figures, "rows": minibatch.valid.sum()})
-            if math.isfinite(limit) and float(figures["approx_kl"]) > limit:
-                outcome = Outcome.STOPPED_BY_KL
-                break
-            self._optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
-            norms.append(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm))
-            self._optimizer.step()
-        means = _weighted_means(seen)
-        means["grad_norm"] = float(torch.stack(norms).mean()) if norms else 0.0
-        if not math.isfinite(means["grad_norm"]):
-            raise RunFailed(
-                f"the gradient norm of the update is {means['grad_norm']}: the weights are not finite any more and "
-                "were not handed out; lower learning_rate, or scale rewards (reward_scale, normalize_returns)"
-            )
-        return outcome, {**means, "ratio_deviation": first_deviation, "optimizer_steps": float(len(norms))}
-
-    def _evaluate(self, minibatch: SequenceBatch) -> SequenceEvaluation:
-        return self.policy.evaluate_sequences(
-            minibatch.obs_seq, minibatch.actions, minibatch.episode_starts, minibatch.initial_state, minibatch.valid
-        )
-
-    def _reward_scale(self, rollout: RecurrentRolloutBuffer, counts: np.ndarray) -> float:
-        """Factor on this rollout's rewards; takes the rollout into the return statistics first."""
-        if self._returns is None:
-            return self.config.reward_scale
-        rewards = rollout.rewards().T
-        valid = live_rows(rollout, counts)
-        ends = ended(rollout.terminated().T, rollout.truncated().T, valid)
-        self._returns.update(rewards, ends, valid, self._return_starts(rollout, counts))
-        return self.config.reward_scale * self._returns.scale
-
-    def _return_starts(self, rollout: RecurrentRolloutBuffer, counts: np.ndarray) -> np.ndarray:
-        """[N] not 0 where row 0 begins an episode that the last row before it did not end: its env is a new one.
-
-        The carry flag says so under `stored`. Under `zero` it is 1 in every rollout, and only a new actor tells.
-        """
-        if self.spec.state_strategy is StateStrategy.STORED:
-            return np.asarray(rollout.episode_start_carry())
-        lives = np.where(counts > 0, rollout.incarnations(), self._lives)
-        starts: np.ndarray = lives != self._lives
-        self._lives = lives
-        return starts
-
-    def _per_env(self, valid_steps: ArrayLike) -> np.ndarray:
-        counts = np.asarray(valid_steps, np.int64).reshape(-1)
-        if counts.size == self.spec.num_actors:
-            counts = np.repeat(counts, self.spec.envs_per_actor)
-        if counts.size != self.spec.num_envs:
+    def _per_env(self, name: str, given: ArrayLike, rollout: RecurrentRolloutBuffer) -> np.ndarray:
+        """int [N] from one number per slot, or per env, of this rollout."""
+        numbers = np.asarray(given, np.int64).reshape(-1)
+        num_envs = rollout.shape()[1]
+        slots = num_envs // self.spec.envs_per_actor
+        if numbers.size == slots:
+            numbers = np.repeat(numbers, self.spec.envs_per_actor)
+        if numbers.size != num_envs:
             raise ShapeError(
-                f"valid_steps has {counts.size} entries; give one per slot ({self.spec.num_actors}) "
-                f"or one per env ({self.spec.num_envs})"
+                f"{name} has {numbers.size} entries; give one per slot ({slots}) or one per env ({num_envs})"
             )
-        return counts
+        return numbers
 
     def _count(self, update: int, env_steps: int) -> None:
         self.updates_done, self.env_steps_done = update, env_steps
@@ -334,11 +270,8 @@ class Trainer:
     def capture(self) -> TrainerState:
         """Copies of everything that the next update depends on, counters apart."""
         arrays = {POLICY_PREFIX + name: value for name, value in self.policy.to_arrays().items()}
-        for name, parameter in self._named:
-            for part, value in self._optimizer.state[parameter].items():
-                arrays[f"adam/{part}/{name}"] = value.detach().cpu().numpy().copy()
-        if self._returns is not None:
-            arrays |= {f"returns/{name}": value for name, value in self._returns.to_arrays().items()}
+        arrays |= self.epochs.to_arrays()
+        arrays |= self._reward_scale.to_arrays()
         arrays["generator/torch"] = torch.get_rng_state().numpy().copy()
         return TrainerState(arrays, {"shuffle": json.dumps(self._shuffle.bit_generator.state)})
 
@@ -354,11 +287,8 @@ class Trainer:
                     "resume with the checkpoint's own policy settings"
                 )
         self.policy.load_arrays({name: arrays[POLICY_PREFIX + name] for name in self.policy.to_arrays()})
-        for name, parameter in self._named:
-            for part, value in self._optimizer.state[parameter].items():
-                value.copy_(torch.from_numpy(arrays[f"adam/{part}/{name}"]))
-        if self._returns is not None:
-            self._returns.load_arrays(arrays["returns/carried"], arrays["returns/statistics"])
+        self.epochs.load_arrays(arrays)
+        self._reward_scale.load_arrays(arrays)
         torch.set_rng_state(torch.from_numpy(arrays["generator/torch"]))
         self._shuffle.bit_generator.state = json.loads(state.generators["shuffle"])
 
@@ -395,34 +325,10 @@ class Trainer:
         # A copy: arrays read from a file are not writable, which torch does not take.
         arrays = {name: np.array(array) for name, array in checkpoint.arrays.items()}
         self.load(TrainerState(arrays, checkpoint.manifest.generators))
-        self._lives[:] = -1
+        self._reward_scale.forget_lives()
         self.updates_done = checkpoint.manifest.update
         self.env_steps_done = checkpoint.manifest.env_steps
         self.updates_skipped = checkpoint.manifest.counters.get("updates_skipped", 0)
-
-
-def live_rows(rollout: RecurrentRolloutBuffer, counts: np.ndarray) -> np.ndarray:
-    """bool [N, T]: the first K rows of each env, without those that are not valid (autoreset fillers)."""
-    valid = rollout.valid().T
-    live: np.ndarray = valid & (np.arange(valid.shape[1]) < counts[:, None])
-    return live
-
-
-def _deviations(evaluation: SequenceEvaluation, minibatch: SequenceBatch) -> Tensor:
-    """|ratio - 1| of every row [n, T]; 0 where a row is not valid, inf where the ratio is not a number."""
-    with torch.no_grad():
-        deviation = (torch.exp(evaluation.log_probs - minibatch.old_log_probs) - 1.0).abs()
-        return torch.where(minibatch.valid, deviation.nan_to_num(nan=math.inf), 0.0)
-
-
-def _weighted_means(seen: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Means of the minibatches' figures, weighted by their valid rows: means over all rows that were used."""
-    rows = torch.stack([figures["rows"] for figures in seen]).double()
-    return {
-        name: float((torch.stack([figures[name] for figures in seen]).double() * rows).sum() / rows.sum())
-        for name in seen[0]
-        if name != "rows"
-    }
 
 
 def _describe(batch: SequenceBatch) -> dict[str, float]:
@@ -434,4 +340,12 @@ def _describe(batch: SequenceBatch) -> dict[str, float]:
         "return_target_mean": float(masked_mean(batch.returns, valid)),
         "advantage_mean": float(masked_mean(batch.advantages, valid)),
         "valid_rows": float(valid.sum()),
+    }
+
+
+def _describe_lags(lags: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """Mean over the first K rows of the envs, and largest. lags, counts (K): int [N], some K above 0."""
+    return {
+        "policy_lag_mean": float((lags * counts).sum() / counts.sum()),
+        "policy_lag_max": float(lags[counts > 0].max()),
     }

@@ -7,6 +7,7 @@ Precedence: defaults < preset < config file < command line.
 from __future__ import annotations
 
 import json
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -38,6 +39,14 @@ class GaeRule(StrEnum):
     BOUNDARY_CORRECT = "boundary_correct"
     ORIGINAL_STATED = "original_stated"
     ORIGINAL_ACTUAL = "original_actual"
+
+
+class AdvantageEstimator(StrEnum):
+    """What advantages and value targets are estimated with."""
+
+    GAE = "gae"
+    VTRACE = "vtrace"
+    """Corrects for weights that have moved on since the actors loaded theirs."""
 
 
 class OnActorFailure(StrEnum):
@@ -78,6 +87,12 @@ class TrainConfig(BaseModel):
     """Env steps over all actors; training stops after the last whole rollout that fits."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Root of every random stream."""
+
+    # Overlap of collection and learning
+    max_policy_lag: Annotated[int, Field(ge=0, le=64)] = 0
+    """Updates by which a rollout may be older than the weights it is trained with. 0: actors wait for each update,
+    exactly on-policy. 1: actors fill the next batch while the learner works, the fastest for most runs. More: for
+    actors of very different speed. Older rollouts are dropped and counted."""
 
     # Stragglers
     preempt_share: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -129,7 +144,14 @@ class TrainConfig(BaseModel):
     gamma: Fraction = 0.99
     """Discount per step."""
     gae_lambda: Fraction = 0.95
-    """Lambda of GAE."""
+    """Lambda of GAE; V-trace has none."""
+    advantage_estimator: AdvantageEstimator = AdvantageEstimator.GAE
+    """gae, or vtrace: targets of the weights as they are now, for max_policy_lag of 1 and more (Espeholt et al. 2018);
+    costs one more forward pass per update."""
+    vtrace_rho_bar: float = 1.0
+    """Upper limit of V-trace's ratio in the value error: it sets which policy the values are of."""
+    vtrace_c_bar: float = 1.0
+    """Upper limit of V-trace's ratio along the trace: it sets how fast later errors reach back."""
     gae_rule: GaeRule = GaeRule.BOUNDARY_CORRECT
     """boundary_correct, or one of the original's two rules for comparison."""
     truncation_as_termination: bool = False
@@ -204,6 +226,7 @@ class TrainConfig(BaseModel):
                 f"total_steps {self.total_steps} is less than one rollout of {least} "
                 "(num_actors x envs_per_actor x num_steps); raise total_steps or lower num_steps"
             )
+        self._check_vtrace()
         if self.min_actors is not None and self.batch_deadline is None and self.first_batch_deadline is None:
             raise ValueError(
                 f"min_actors {self.min_actors} has no effect without a deadline; set batch_deadline (seconds), "
@@ -216,6 +239,21 @@ class TrainConfig(BaseModel):
         if self.resume and self.run_dir is None:
             raise ValueError("resume needs run_dir: the run to go on from")
         return self
+
+    def _check_vtrace(self) -> None:
+        for name in ("vtrace_rho_bar", "vtrace_c_bar"):
+            if not 0.0 < (bar := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} is {bar}; it must be above 0 and finite, 1 is the usual choice")
+        if self.vtrace_c_bar > self.vtrace_rho_bar:
+            raise ValueError(
+                f"vtrace_c_bar {self.vtrace_c_bar} is above vtrace_rho_bar {self.vtrace_rho_bar}; V-trace is only known "
+                "to converge with c_bar <= rho_bar, so lower the one or raise the other"
+            )
+        if self.advantage_estimator is AdvantageEstimator.VTRACE and self.gae_rule is not GaeRule.BOUNDARY_CORRECT:
+            raise ValueError(
+                f"gae_rule {self.gae_rule.value} cannot be combined with advantage_estimator vtrace, which is "
+                "boundary_correct always; leave gae_rule out, or choose advantage_estimator gae"
+            )
 
     @property
     def rows_per_forward(self) -> int:

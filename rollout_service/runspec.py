@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NUM_BANKS = 2
 """Lockstep fills one bank while the learner seeds the other."""
 
@@ -135,6 +135,8 @@ class RunSpec(Frozen):
     parameters: tuple[ArraySpec, ...]
     state_strategy: StateStrategy = StateStrategy.STORED
     num_steps: Annotated[int, Field(ge=1)]
+    max_policy_lag: Annotated[int, Field(ge=0)] = 0
+    """Updates by which a rollout may be older than the weights it is trained with; 0: lockstep."""
     num_actors: Annotated[int, Field(ge=1)]
     envs_per_actor: Annotated[int, Field(ge=1)]
     envs_per_forward: Annotated[int, Field(ge=1)]
@@ -146,7 +148,8 @@ class RunSpec(Frozen):
 
     @property
     def num_slots(self) -> int:
-        return NUM_BANKS * self.num_actors
+        """Two banks in lockstep; beyond a lag of 1 one more per update that collection may be ahead."""
+        return max(NUM_BANKS, 1 + self.max_policy_lag) * self.num_actors
 
     @property
     def steps_per_rollout(self) -> int:

@@ -1,5 +1,6 @@
 """`rollout-service bench [SUBJECT ...]`: measures subjects, shows tables or prints one JSON document.
 
+`bench peers` and `bench advise` take words of their own; they are not among the subjects that are measured by default.
 Results go to stdout, what is being measured to stderr. Subjects are imported when their turn comes: some need torch.
 """
 
@@ -23,17 +24,29 @@ SUBJECTS: Final = {
     "materialize": "a training batch out of a rollout, against stacking",
     "weights": "publishing and loading weights, against copies",
     "collect": "one actor: env steps per second, and where its time goes",
-    "train": "whole runs: env steps per second, and where the time goes; about two minutes",
+    "train": "whole runs in lockstep and streaming: env steps per second, and where the time goes; about four minutes",
+    "startup": "from the command to the first env step, by number of actors; memory of a process",
+    "waiting": "the CPU that processes use while they wait, and how fast they wake up",
 }
 """Name, which is also the module's, and what it measures."""
+COMMANDS: Final = {
+    "peers": "the same training by us and by every installed peer, in turns; up to ten minutes",
+    "advise": "measures an env, the policy and this machine, and recommends actors, envs, threads and lag",
+}
+"""Name, which is also the module's, and what it does with words of its own."""
 
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit code. Raises ConfigError for an unknown subject."""
+    if words and words[0] in COMMANDS:
+        code: int = importlib.import_module(f"rollout_service.bench.{words[0]}").main(words[1:])
+        return code
     subjects = "\n".join(f"  {name:<12}{text}" for name, text in SUBJECTS.items())
+    commands = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="rollout-service bench",
-        description=f"Time the parts and whole runs.\n\nsubjects (default: all)\n{subjects}",
+        description=f"Time the parts and whole runs.\n\nsubjects (default: all)\n{subjects}\n\nwith words of their own "
+        f"(--help says which)\n{commands}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help="what to measure")
@@ -54,7 +67,9 @@ def main(words: Sequence[str]) -> int:
 def measure(subjects: Sequence[str], repetitions: int | None = None) -> Iterator[Report]:
     """Report by report. repetitions: None for each subject's own number. Raises ConfigError at once."""
     if unknown := [name for name in subjects if name not in SUBJECTS]:
-        raise ConfigError(f"{unknown[0]!r} is no subject; there are {', '.join(SUBJECTS)}")
+        raise ConfigError(
+            f"{unknown[0]!r} is no subject; there are {', '.join(SUBJECTS)}; and alone: {', '.join(COMMANDS)}"
+        )
     if repetitions is not None and repetitions < 1:
         raise ConfigError(f"repetitions is {repetitions}, the least is 1")
     return (_measure(name, repetitions) for name in subjects)

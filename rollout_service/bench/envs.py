@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import time
+from pathlib import Path
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -34,3 +37,22 @@ class NullEnv(gymnasium.Env[Observation, Any]):
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:  # noqa: ARG002
         self._steps += 1
         return self._observation, 0.0, self._steps >= self._length, False, {}
+
+
+class NotingEnv(NullEnv):
+    """A NullEnv of an actor that notes when its process stepped it first: `<directory>/<actor>`, monotonic seconds.
+
+    The probe, which only looks at the env, is no actor and notes nothing.
+    """
+
+    noted: ClassVar[bool] = False
+
+    def __init__(self, directory: str, size: int = 64, actions: int = 6, length: int = 200) -> None:
+        super().__init__(size, actions, length)
+        self._directory = Path(directory)
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        if not NotingEnv.noted and (actor := os.environ.get("ROLLOUT_SERVICE_ACTOR")) is not None:
+            NotingEnv.noted = True
+            (self._directory / actor).write_text(str(time.perf_counter()))
+        return super().step(action)

@@ -82,7 +82,7 @@ def play_learner(client: Client, welcome: Welcome, memory: RolloutMemory, pipe: 
     version = welcome.version + 1
     client.send(Ready(version=version))
     while isinstance(batch := next_message(client), Batch):
-        slot = spec.bank(batch.bank)[0]
+        slot = batch.slots[0]
         header = memory.header(slot)
         check(float(rollouts[slot]["rewards"][-1, -1]), header.epoch if header.committed else -1)
         moments["shared"].append(time.perf_counter())
@@ -91,7 +91,7 @@ def play_learner(client: Client, welcome: Welcome, memory: RolloutMemory, pipe: 
         check(float(arrays["rewards"][-1, -1]), header.epoch)
         moments["pickled"].append(time.perf_counter())
         version += 1
-        client.send(Publish(update=batch.update, version=version, bank=batch.bank))
+        client.send(Publish(update=batch.update, version=version))
 
 
 def next_message(client: Client) -> Grant | Batch | None:

@@ -1,7 +1,8 @@
 """Figures of one subject, and the ways to show them: JSON, plain text, a terminal table, Markdown.
 
-A figure's name says its unit: `_us`, `_ms`, `_s`, `_per_s`, `_share` (of 1), and `a_to_b` for the time of a over the
-time of b, whose quartiles are `a_to_b_low` and `a_to_b_high`. Tables have a column per case and a line per figure.
+A figure's name says its unit: `_us`, `_ms`, `_s`, `_per_s`, `_share` (of 1), `_mib`, and `a_to_b` for the time of a
+over the time of b, whose quartiles are `a_to_b_low` and `a_to_b_high`; `a_over_b_times`: a is so many times as fast as
+b. Tables have a column per case and a line per figure.
 What must never happen: a figure in a table that the JSON lacks, or control characters where there is no terminal.
 """
 
@@ -21,7 +22,7 @@ from typing import Any, Final, TextIO
 from rollout_service.bench.timing import Figures
 
 PACKAGES: Final = ("rollout-service", "torch", "numpy", "gymnasium", "pyzmq")
-RATE, RATIO, LOW, HIGH = "_per_s", "_to_", "_low", "_high"
+RATE, RATIO, LOW, HIGH, TIMES = "_per_s", "_to_", "_low", "_high", "_times"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def label(name: str) -> str:
     """`ours_us` -> `ours us`, `ours_to_plain` -> `ours / plain`, `steps_per_s` -> `steps / s`."""
     if name.endswith(RATE):
         return name.removesuffix(RATE).replace("_", " ") + " / s"
+    if name.endswith(TIMES):
+        return name.removesuffix(TIMES).replace("_", " ")
     return " / ".join(part.replace("_", " ") for part in name.split(RATIO))
 
 
@@ -60,6 +63,8 @@ def text(figures: Figures, name: str) -> str:
         return "-"
     if name.endswith("_share"):
         return f"{value:.0%}"
+    if name.endswith(TIMES):
+        return f"{value:.2f}x"
     if RATIO in name:
         return f"{digits(value)} ({digits(figures[name + LOW])} to {digits(figures[name + HIGH])})"
     return digits(value)

@@ -3,8 +3,8 @@
 Pure: messages and `now` in, effects out; no IO, no clock, no threads. `server.Server` is the loop around it, the
 supervisor speaks to it through `actor_lost`, `learner_lost`, `abandon_actor` and `stop`.
 
-What must never happen: a slot with two writers, rows trained twice, rows of another policy than the newest weights', or
-a grant before weights exist. Everything a peer may repeat (it repeats whatever was not answered) is answered again and
+What must never happen: a slot with two writers, rows trained twice, rows older than the run's policy lag allows, or a
+grant before weights exist. Everything a peer may repeat (it repeats whatever was not answered) is answered again and
 changes nothing: messages may be lost in both directions.
 
 Left to others: who is let in and who still moves (admission, roster), slot states (ledger), grants and where state
@@ -23,7 +23,7 @@ from rollout_service.control.effects import Effect, Notify, Send
 from rollout_service.control.filling import Filling
 from rollout_service.control.handshake import join_mismatch
 from rollout_service.control.leases import Leases
-from rollout_service.control.ledger import Identity, SlotState, Verdict
+from rollout_service.control.ledger import Identity, Verdict
 from rollout_service.control.losses import Losses, LostBatch
 from rollout_service.control.messages import (
     Abort,
@@ -38,6 +38,7 @@ from rollout_service.control.messages import (
     Publish,
     Ready,
     Refused,
+    Release,
     Role,
     Status,
     StatusReport,
@@ -46,7 +47,7 @@ from rollout_service.control.messages import (
     message_name,
 )
 from rollout_service.control.roster import SILENCE_S, Place, PlaceState, Rate, place_report, rounded_since
-from rollout_service.control.scheduling import FormBatch, Lockstep, Scheduler
+from rollout_service.control.scheduling import FormBatch, Lockstep, Scheduler, Streaming
 from rollout_service.runspec import RunSpec
 
 __all__ = ["FINISHED", "Coordinator", "Effect", "Notify", "Send"]
@@ -54,6 +55,11 @@ __all__ = ["FINISHED", "Coordinator", "Effect", "Notify", "Send"]
 FINISHED: Final = "finished"
 """Reason of a stop after the last update."""
 REASON_LIMIT: Final = 8000
+
+
+def _plain_scheduler(spec: RunSpec) -> Scheduler:
+    """Without any rule for slow actors."""
+    return Streaming(spec.num_actors, spec.max_policy_lag) if spec.max_policy_lag else Lockstep(spec.num_actors)
 
 
 class Coordinator:
@@ -98,7 +104,7 @@ class Coordinator:
             silence_timeout=silence_timeout,
         )
         self._run_id = run_id
-        self._leases = Leases(spec.num_slots, spec.state_strategy)
+        self._leases = Leases(spec.num_slots, spec.state_strategy, spec.max_policy_lag)
         self._admission = Admission(
             spec,
             welcome,
@@ -107,15 +113,17 @@ class Coordinator:
             has_lease=lambda identity: self._leases.ledger.lease_of(identity) is not None,
         )
         self._roster = self._admission.roster
-        self._scheduler: Scheduler = Lockstep(spec.num_actors) if scheduler is None else scheduler
+        self._scheduler = scheduler or _plain_scheduler(spec)
         self._filling = Filling(self._scheduler, self._leases, self._roster, self.counters)
         self._batch: Batch | None = None
         """The batch the learner works on."""
+        self._released = False
+        """Its slots are filled anew already."""
         self._losses = Losses(self.counters)
         self._env_steps: dict[int, int] = {}
         """Slot -> env steps of the newest commit that was accepted for it."""
-        self._next_bank = 0
-        """What opens once weights are out: the bank after the published one, or again the one that was lost."""
+        self._lags: Counter[int] = Counter()
+        """Policy lag -> rollouts that went to the learner with it."""
         self._stopped_at: float | None = None
         self._rates = {"env_steps": Rate(), "updates": Rate()}
 
@@ -135,6 +143,8 @@ class Coordinator:
                 return self._bye(peer, message, now)
             case Publish():
                 return self._publish(peer, message, now)
+            case Release():
+                return self._release(peer, message, now)
             case Hello() | Join() | Ready() | Commit() | Abort() if self.stopped is not None:
                 return [Send(peer, Stop(reason=self.stopped))]
             case Hello():
@@ -193,9 +203,10 @@ class Coordinator:
             return []
         batch = self._batch
         if self.stopped is None:
-            rollouts = self._leases.ledger.count()[SlotState.READING]
-            env_steps = 0 if batch is None else batch.env_steps - self.env_steps
-            self._losses.learner_lost(None if batch is None else LostBatch(batch.update, rollouts, env_steps))
+            lost = None if batch is None else self._lost(batch)
+            self._losses.learner_lost(lost)
+            if lost is not None and self._released:
+                self._losses.dropped(lost.rollouts, lost.env_steps)
         self._batch = None
         self._scheduler.close()
         self._drop_filled("the learner was lost")
@@ -235,6 +246,7 @@ class Coordinator:
             ],
             "learner": self._learner_report(now),
             "rates": {f"{name}_per_second": round(rate.per_second(now), 3) for name, rate in self._rates.items()},
+            "policy_lags": {str(lag): count for lag, count in sorted(self._lags.items())},
             "counters": dict(sorted((+self.counters).items())),
         }
 
@@ -271,8 +283,8 @@ class Coordinator:
             case Verdict.REPEATED:
                 pass
             case Verdict.STALE:
-                self.counters["dropped_stale_commits"] += 1
                 self.counters.update(commit.counters)
+                effects += self._stale(identity, commit)
             case Verdict.ACCEPTED:
                 self.counters.update(commit.counters)
                 effects.append(self._accepted(identity, commit, place, now))
@@ -280,8 +292,25 @@ class Coordinator:
         again = [] if place is None else self._grant_again(place)
         return [answer, *effects, *again, *self._proceed(now)]
 
+    def _stale(self, identity: Identity, commit: Commit) -> list[Effect]:
+        """A commit that comes too late."""
+        lag = (self.version or 0) - commit.version
+        if lag > self.spec.max_policy_lag > 0:
+            return self._too_old(identity.actor_id, lag, self._env_steps_of(commit))
+        self.counters["dropped_stale_commits"] += 1
+        return []
+
+    def _too_old(self, actor_id: int, lag: int, env_steps: int) -> list[Effect]:
+        """A rollout that the newest weights have left too far behind is not trained on."""
+        self.counters["dropped_over_lag"] += 1
+        self.counters["dropped_over_lag_env_steps"] += env_steps
+        return [Notify(events.RolloutTooOld(actor_id, lag, env_steps))]
+
+    def _env_steps_of(self, commit: Commit) -> int:
+        return commit.valid_steps * self.spec.envs_per_actor if commit.env_steps is None else commit.env_steps
+
     def _accepted(self, identity: Identity, commit: Commit, place: Place | None, now: float) -> Effect:
-        env_steps = commit.valid_steps * self.spec.envs_per_actor if commit.env_steps is None else commit.env_steps
+        env_steps = self._env_steps_of(commit)
         self._env_steps[commit.slot] = env_steps
         self._filling.committed(now)
         self._rates["env_steps"].add(now, env_steps)
@@ -344,7 +373,7 @@ class Coordinator:
         due = self._filling.due(now)
         formed = [] if due is None else self._form(due, learner.peer, now)
         grants = self._filling.grants(self.version or 0, self.updates_done + 1)
-        return [*formed, *grants, *self._filling.preempts()]
+        return [*formed, *grants, *self._filling.preempts(self.version or 0)]
 
     def _grant_again(self, place: Place) -> list[Effect]:
         """The grant that holds, for a peer that may have missed it."""
@@ -352,28 +381,33 @@ class Coordinator:
         return [] if grant is None or peer is None else [Send(peer, grant)]
 
     def _form(self, due: FormBatch, learner: bytes, now: float) -> list[Effect]:
-        bank = self._scheduler.slots(due.bank)
         taken = self._filling.take(due, now)
-        filled = (slot for slot, steps in zip(bank, taken.valid_steps, strict=True) if steps > 0)
-        update = self.updates_done + 1
-        env_steps = self.env_steps + sum(self._env_steps[slot] for slot in filled)
+        rollouts = list(zip(taken.slots, taken.holders, taken.valid_steps, taken.versions, strict=True))
+        update, version = self.updates_done + 1, self.version or 0
+        env_steps = self.env_steps + sum(self._env_steps[slot] for slot, _, steps, _ in rollouts if steps > 0)
+        lags = [version - loaded for _, holder, _, loaded in rollouts if holder is not None]
+        self._lags.update(lags)
+        self._released = False
         self._batch = Batch(
             update=update,
-            bank=due.bank,
+            slots=taken.slots,
             valid_steps=taken.valid_steps,
             versions=taken.versions,
             env_steps=env_steps,
             last=not self._rollout_fits(env_steps),
-            withheld=self._leases.quarantined(self._scheduler.slots(self._scheduler.after(due.bank))),
+            seed_into=self._filling.seed_into(taken.slots),
         )
         formed = events.BatchFormed(
             update,
             env_steps,
             taken.waited_for,
             taken.wait_s,
-            partial=tuple(a for a, steps in enumerate(taken.valid_steps) if 0 < steps < self.spec.num_steps),
-            late=tuple(bank.index(slot) for slot in due.late),
-            unclaimed=tuple(bank.index(slot) for slot in due.unclaimed),
+            partial=tuple(
+                holder.actor_id for _, holder, steps, _ in rollouts if holder and 0 < steps < self.spec.num_steps
+            ),
+            late=taken.late,
+            unclaimed=due.unclaimed,
+            lags=tuple(lags),
         )
         self.counters["partial_rollouts"] += len(formed.partial)
         return [Send(learner, self._batch), Notify(formed)]
@@ -406,7 +440,7 @@ class Coordinator:
             told = [Notify(update), *told]
         if not self._rollout_fits(self.env_steps):
             return [*told, *self.stop(FINISHED, now)]
-        self._filling.open(self._next_bank, now)
+        self._filling.open(now)
         return [*told, *self._proceed(now)]
 
     def _publish(self, peer: bytes, publish: Publish, now: float) -> list[Effect]:
@@ -415,14 +449,17 @@ class Coordinator:
             return self.reject(peer, "PUBLISH of a peer that is not this run's learner; say HELLO first")
         if publish.update <= self.updates_done:
             return self._batch_again(peer) if self.stopped is None else [Send(peer, Stop(reason=self.stopped))]
-        if batch is None or (publish.update, publish.bank) != (batch.update, batch.bank):
-            wanted = "no batch is out" if batch is None else f"update {batch.update} of bank {batch.bank} is out"
-            return self.reject(peer, f"publish of update {publish.update}, bank {publish.bank}: {wanted}")
+        if batch is None or publish.update != batch.update:
+            wanted = "no batch is out" if batch is None else f"update {batch.update} is out"
+            return self.reject(peer, f"publish of update {publish.update}: {wanted}")
+        if wrong := set(publish.seeded) - set(batch.seed_into):
+            return self.reject(peer, f"publish.seeded has slots {sorted(wrong)}, which BATCH did not name")
         if self.version is not None and publish.version <= self.version:
             return self.reject(peer, f"publish.version {publish.version} is not above {self.version}")
-        self._leases.release(self._scheduler.slots(batch.bank), publish.seeded)
+        self._leases.release(batch.slots)
+        self._leases.seeded(publish.seeded)
         self._batch = None
-        self._next_bank = self._scheduler.after(batch.bank)
+        self._scheduler.published()
         self.version, self.updates_done, self.env_steps = publish.version, batch.update, batch.env_steps
         self._rates["updates"].add(now, 1)
         finished = Notify(
@@ -439,11 +476,33 @@ class Coordinator:
             return [finished, Send(peer, Stop(reason=self.stopped))]
         if batch.last:
             return [finished, *self.stop(FINISHED, now)]
-        self._filling.open(self._next_bank, now)
-        return [finished, *self._proceed(now)]
+        self._filling.open(now)
+        return [finished, *self._drop_outdated(), *self._proceed(now)]
+
+    def _release(self, peer: bytes, release: Release, now: float) -> list[Effect]:
+        """The learner has copied what it needs. One that comes late or twice changes nothing."""
+        learner, batch = self._admission.learner, self._batch
+        if learner is None or learner.peer != peer:
+            return self.reject(peer, "RELEASE of a peer that is not this run's learner; say HELLO first")
+        if batch is None or release.update != batch.update:
+            return []
+        self._leases.release(batch.slots)
+        self._released = True
+        return self._proceed(now)
 
     def _batch_again(self, peer: bytes) -> list[Effect]:
         return [] if self._batch is None else [Send(peer, self._batch)]
+
+    def _lost(self, batch: Batch) -> LostBatch:
+        rollouts = sum(version > 0 for version in batch.versions)
+        return LostBatch(batch.update, rollouts, batch.env_steps - self.env_steps)
+
+    def _drop_outdated(self) -> list[Effect]:
+        """Rollouts that the newest weights have left too far behind."""
+        told: list[Effect] = []
+        for slot, filled in self._leases.drop_outdated(self.version or 0):
+            told += self._too_old(filled.holder.actor_id, (self.version or 0) - filled.version, self._env_steps[slot])
+        return told
 
     def _drop_filled(self, why: str) -> None:
         ledger = self._leases.ledger

@@ -116,7 +116,7 @@ class RolloutCommitted:
 
 @dataclass(frozen=True)
 class BatchFormed:
-    """A bank went to the learner. wait_s: from its first filled slot to its last, which was `waited_for`'s.
+    """A batch went to the learner. wait_s: from its first filled slot to its last, which was `waited_for`'s.
 
     With a deadline it may go without somebody: `waited_for` is then the first of these, and wait_s lasts until now.
     """
@@ -131,6 +131,17 @@ class BatchFormed:
     """Actors still at work, whose commit will be dropped."""
     unclaimed: tuple[int, ...] = ()
     """Places in which nobody has joined; from now on they are not waited for."""
+    lags: tuple[int, ...] = ()
+    """Policy lag of each rollout in it, in updates."""
+
+
+@dataclass(frozen=True)
+class RolloutTooOld:
+    """A rollout was dropped: it is `lag` updates older than the newest weights, more than max_policy_lag."""
+
+    actor_id: int
+    lag: int
+    env_steps: int
 
 
 @dataclass(frozen=True)
@@ -183,6 +194,7 @@ Event = (
     | RolloutCommitted
     | BatchFormed
     | BatchOverdue
+    | RolloutTooOld
     | UpdateFinished
     | RunFinished
     | ServerFailed

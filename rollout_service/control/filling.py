@@ -1,18 +1,19 @@
-"""The bank that is being filled: who is granted, who is asked to hurry, for whom it waits, and when it goes. Pure.
+"""The batch that is being filled: who is granted, who is asked to hurry, for whom it waits, and when it goes. Pure.
 
 Writer: the coordinator. Brings together the schedule (when), the leases (which slot, from which state) and the roster
 (who is there). What must never happen: a wait without an end that nobody is told of. Left to others: messages of the
-learner, weights, and when a bank opens (coordinator).
+learner, weights, and when a batch may form (coordinator).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 from rollout_service.control import events
 from rollout_service.control.effects import Effect, Notify, Send
-from rollout_service.control.leases import Leases, TakenBank
+from rollout_service.control.leases import Leases, TakenBatch
 from rollout_service.control.ledger import Identity, SlotState
 from rollout_service.control.messages import Heartbeat, Role
 from rollout_service.control.roster import PlaceState, Roster, in_words, rounded_since
@@ -21,7 +22,7 @@ from rollout_service.control.waits import WORTH_A_WORD_S, Vigil, WaitShares
 
 
 class Filling:
-    """The open bank of a run, if one is open."""
+    """The batch that the learner waits for, if it waits, and the slots that are filled meanwhile."""
 
     def __init__(self, scheduler: Scheduler, leases: Leases, roster: Roster, counters: Counter[str]) -> None:
         self.scheduler = scheduler
@@ -31,16 +32,18 @@ class Filling:
         self._counters = counters
         self._vigil = Vigil(0.0)
         self._started_at: float | None = None
+        self._turns: dict[int, int] = {}
+        """actor_id -> number of its last grant: who has waited longest comes first."""
         self._formed_one = False
         """Whatever was needed to begin is there."""
 
     @property
     def open_now(self) -> bool:
-        return self.scheduler.filling is not None
+        return self.scheduler.waiting
 
-    def open(self, bank: int, now: float) -> None:
+    def open(self, now: float) -> None:
         first = not self._formed_one
-        self.scheduler.open(bank, now, first=first)
+        self.scheduler.open(now, first=first)
         deadline = self.scheduler.next_deadline()
         self._vigil = Vigil(now, now + WORTH_A_WORD_S if first and deadline == math.inf else deadline)
 
@@ -54,34 +57,41 @@ class Filling:
     def due(self, now: float) -> FormBatch | None:
         return self.scheduler.decide(self._leases.ledger, self._absent(), now)
 
-    def take(self, due: FormBatch, now: float) -> TakenBank:
-        """The bank goes; places that nobody has taken are not waited for until somebody has."""
-        bank = self.scheduler.slots(due.bank)
-        taken = self._leases.take(due, bank, now)
-        for slot in due.unclaimed:
-            self._roster.places[bank.index(slot)].awaited = False
+    def take(self, due: FormBatch, now: float) -> TakenBatch:
+        """The batch goes; places that nobody has taken are not waited for until somebody has."""
+        taken = self._leases.take(due, now)
+        for actor_id in due.unclaimed:
+            self._roster.places[actor_id].awaited = False
         self._counters["late_actors"] += len(due.late)
         self._formed_one = True
+        taken = replace(taken, wait_s=min(taken.wait_s, now - self._vigil.opened_at))
         self.waits.add(taken.waited_for, taken.wait_s, now)
-        self.scheduler.close()
+        self.scheduler.formed()
         return taken
 
+    def seed_into(self, slots: tuple[int, ...]) -> tuple[int | None, ...]:
+        """Per slot of a batch where its actor's next rollout will start, if that is known and may be written."""
+        late = self._leases.quarantined(targets := self.scheduler.seeds(slots))
+        return tuple(None if slot in late else slot for slot in targets)
+
     def grants(self, version: int, update: int) -> list[Effect]:
-        """For everyone who has none and whose slot is free."""
+        """For everyone who has none and for whom there is a slot."""
         effects: list[Effect] = []
-        for place in self._roster.places:
-            slot = self.scheduler.slot_for(place.actor_id)
-            if slot is None or place.state is not PlaceState.JOINED or place.peer is None:
+        absent = self._absent()
+        for place in sorted(self._roster.places, key=lambda place: self._turns.get(place.actor_id, 0)):
+            if place.state is not PlaceState.JOINED or place.peer is None:
                 continue
-            if self._leases.can_take(slot, place.identity):
+            slot = self.scheduler.slot_for(place.actor_id, self._leases.ledger, absent)
+            if slot is not None and self._leases.can_take(slot, place.identity):
                 grant = self._leases.grant(slot, place.identity, version=version, update=update)
+                self._turns[place.actor_id] = max(self._turns.values(), default=0) + 1
                 effects.append(Send(place.peer, grant))
         return effects
 
-    def preempts(self) -> list[Effect]:
+    def preempts(self, version: int) -> list[Effect]:
         """Once enough have committed, the others are asked to; once per lease."""
         effects: list[Effect] = []
-        for slot in self.scheduler.to_preempt(self._leases.ledger, self._absent()):
+        for slot in self.scheduler.to_preempt(self._leases.ledger, self._absent(), version):
             if (asked := self._leases.preempt(slot, self.scheduler.preempt_min_steps)) is not None:
                 holder, preempt = asked
                 self._counters["preempted_leases"] += 1
@@ -117,7 +127,7 @@ class Filling:
         return None
 
     def overdue(self, update: int, now: float) -> list[Effect]:
-        """A word about a bank that waits for too long; again each time the wait has doubled."""
+        """A word about a batch that is waited for too long; again each time the wait has doubled."""
         if not self.open_now or not self._vigil.due(now):
             return []
         ready = self._leases.ledger.count()[SlotState.READY]
@@ -126,16 +136,13 @@ class Filling:
         return [Notify(overdue)]
 
     def waited_for(self) -> list[str]:
-        """For whom the open bank waits, in words; all that have not committed if nobody is left who could."""
+        """For whom the batch waits, in words; all that have not committed if nobody is left who could."""
         ledger, scheduler = self._leases.ledger, self.scheduler
-        if scheduler.filling is None:
-            return []
-        bank = scheduler.slots(scheduler.filling)
-        slots = scheduler.missing(ledger, self._absent()) or scheduler.missing(ledger, ())
-        return [in_words(self._roster.places[bank.index(slot)]) for slot in slots]
+        missing = scheduler.missing(ledger, self._absent()) or scheduler.missing(ledger, ())
+        return [in_words(self._roster.places[actor_id]) for actor_id in missing]
 
     def waiting_seconds(self, now: float) -> float | None:
-        """Since the bank was opened."""
+        """Since the learner waits."""
         return rounded_since(self._vigil.opened_at if self.open_now else None, now)
 
     def _start_deadline(self) -> float:

@@ -15,21 +15,26 @@ What must never happen: `seeded` where the live state has moved on. A seed serve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollout_service.control.ledger import Identity, Ledger, SlotState, Verdict
+from rollout_service.control.ledger import Filled, Identity, Ledger, SlotState, Verdict
 from rollout_service.control.messages import Commit, Grant, Preempt, StartFrom
 from rollout_service.control.scheduling import FormBatch
 from rollout_service.runspec import StateStrategy
 
 
 @dataclass(frozen=True)
-class TakenBank:
-    """What the learner gets, per slot of the bank; 0 for a slot nobody filled."""
+class TakenBatch:
+    """What the learner gets, per slot; 0 for a slot nobody filled."""
 
+    slots: tuple[int, ...]
     valid_steps: tuple[int, ...]
     versions: tuple[int, ...]
+    holders: tuple[Identity | None, ...]
+    """Who filled it."""
+    late: tuple[int, ...]
+    """Places whose lease runs on."""
     waited_for: int
     """The place that committed last, or the one that was not waited for any longer."""
     wait_s: float
@@ -39,8 +44,9 @@ class TakenBank:
 class Leases:
     """All slots of a run, their leases and their seeds."""
 
-    def __init__(self, num_slots: int, strategy: StateStrategy) -> None:
+    def __init__(self, num_slots: int, strategy: StateStrategy, max_policy_lag: int = 0) -> None:
         self.ledger = Ledger(num_slots)
+        self.max_policy_lag = max_policy_lag
         self.resumed = False
         """The run began with updates behind it."""
         self._strategy = strategy
@@ -98,14 +104,17 @@ class Leases:
         return grant
 
     def commit(self, holder: Identity, commit: Commit, *, newest: int, now: float) -> tuple[Verdict, bool]:
-        """What became of it, and the answer: accepted, now or when it came first? Policy lag is 0: `newest` only."""
+        """What became of it, and the answer: accepted, now or when it came first?
+
+        Rows older than the newest weights by more than max_policy_lag are not taken.
+        """
         verdict = self.ledger.commit(
             commit.slot,
             commit.epoch,
             holder,
             valid_steps=commit.valid_steps,
             version=commit.version,
-            versions=range(newest, newest + 1),
+            versions=range(max(0, newest - self.max_policy_lag), newest + 1),
         )
         if self._is_standing(holder, commit.slot, commit.epoch) and verdict in (Verdict.ACCEPTED, Verdict.STALE):
             self._ended(holder)
@@ -129,29 +138,47 @@ class Leases:
         self._ended(holder)
         self._acted.discard(holder)
 
-    def take(self, due: FormBatch, bank: Sequence[int], now: float) -> TakenBank:
-        """READY -> READING for the whole bank; late leases are quarantined."""
+    def take(self, due: FormBatch, now: float) -> TakenBatch:
+        """READY -> READING for all its slots; late leases are quarantined."""
+        late = tuple(lease.holder.actor_id for slot in due.late if (lease := self.ledger.lease(slot)) is not None)
         for slot in due.late:
             self.ledger.quarantine(slot, "the batch went without it")
-        filled = [self.ledger.filled(slot) for slot in bank]
-        times = {slot: self._filled_at[slot] for slot, entry in zip(bank, filled, strict=True) if entry is not None}
+        filled = [self.ledger.filled(slot) for slot in due.slots]
+        times = {
+            entry.holder.actor_id: self._filled_at[slot] for slot, entry in zip(due.slots, filled, strict=True) if entry
+        }
         slowest, until = max(times, key=times.__getitem__), max(times.values())
-        if given_up := due.late or due.unclaimed:
+        if given_up := late or due.unclaimed:
             slowest, until = given_up[0], now
-        self.ledger.read(times)
+        self.ledger.read(slot for slot, entry in zip(due.slots, filled, strict=True) if entry is not None)
         holders = [entry.holder for entry in filled if entry is not None and entry.valid_steps > 0]
         self._seeded_from = {holder.actor_id: holder.incarnation for holder in holders}
-        return TakenBank(
+        return TakenBatch(
+            slots=due.slots,
             valid_steps=tuple(0 if entry is None else entry.valid_steps for entry in filled),
             versions=tuple(0 if entry is None else entry.version for entry in filled),
-            waited_for=bank.index(slowest),
+            holders=tuple(None if entry is None else entry.holder for entry in filled),
+            late=late,
+            waited_for=slowest,
             wait_s=until - min(times.values()),
         )
 
-    def release(self, bank: Iterable[int], seeded: Iterable[int]) -> None:
-        """READING -> FREE; `seeded` are the slots of the next bank whose row 0 the learner wrote."""
-        self.ledger.release(slot for slot in bank if self.ledger.state(slot) is SlotState.READING)
-        self._seeded_slots = frozenset(seeded)
+    def release(self, slots: Iterable[int]) -> None:
+        """READING -> FREE, for those that are still READING."""
+        self.ledger.release(slot for slot in slots if self.ledger.state(slot) is SlotState.READING)
+
+    def seeded(self, slots: Iterable[int]) -> None:
+        """The learner wrote row 0 of these."""
+        self._seeded_slots = frozenset(slots)
+
+    def drop_outdated(self, newest: int) -> list[tuple[int, Filled]]:
+        """READY -> FREE where no batch may take the rows any more. Returns what they were."""
+        oldest = newest - self.max_policy_lag
+        ready = [(slot, entry) for slot in self.ledger.ready() if (entry := self.ledger.filled(slot)) is not None]
+        outdated = [(slot, entry) for slot, entry in ready if entry.version < oldest]
+        for slot, _ in outdated:
+            self.ledger.drop(slot, "older than max_policy_lag")
+        return outdated
 
     def drop_filled(self, why: str) -> int:
         """Everything committed but not released is lost, and with it the seeds. Returns how many rollouts."""

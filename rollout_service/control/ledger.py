@@ -73,6 +73,8 @@ class Filled:
     holder: Identity
     valid_steps: int
     version: int
+    order: int = 0
+    """Grows with every accepted commit."""
 
 
 LEGAL: Final = frozenset(
@@ -109,6 +111,7 @@ class Ledger:
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot(number) for number in range(num_slots)]
         self._leases: dict[Identity, Lease] = {}
+        self._accepted = 0
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -125,6 +128,17 @@ class Ledger:
     def lease(self, slot: int) -> Lease | None:
         """The lease of a slot that is LEASED or QUARANTINED."""
         return self._slots[slot].lease
+
+    def ready(self) -> list[int]:
+        """READY slots, the oldest commit first."""
+        found = [
+            (slot.filled.order, slot.number) for slot in self._slots if slot.state is SlotState.READY and slot.filled
+        ]
+        return [number for _, number in sorted(found)]
+
+    def leases(self) -> list[Lease]:
+        """Leases that are good: their slots are LEASED."""
+        return [slot.lease for slot in self._slots if slot.state is SlotState.LEASED and slot.lease is not None]
 
     def lease_of(self, holder: Identity) -> Lease | None:
         """The lease this actor may still be writing under: LEASED or QUARANTINED."""
@@ -171,7 +185,8 @@ class Ledger:
             verdict = Verdict.STALE
         else:
             self._move(entry, SlotState.READY, f"commit of epoch {epoch}, {valid_steps} steps")
-            entry.filled = Filled(holder, valid_steps, version)
+            self._accepted += 1
+            entry.filled = Filled(holder, valid_steps, version, self._accepted)
             verdict = Verdict.ACCEPTED
             if version not in versions:
                 self._move(entry, SlotState.FREE, f"version {version} is not in {versions}")
@@ -225,6 +240,10 @@ class Ledger:
                 lost.extend([entry.filled] if entry.filled is not None else [])
                 self._move(entry, SlotState.FREE, f"dropped: {why}")
         return lost
+
+    def drop(self, slot: int, why: str) -> None:
+        """READY -> FREE: nobody will read it."""
+        self._move(self._slots[slot], SlotState.FREE, f"dropped: {why}")
 
     def story(self, slot: int) -> str:
         return "; ".join(self._slots[slot].story)

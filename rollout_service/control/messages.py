@@ -16,7 +16,8 @@ Order of a conversation (a: actor, l: learner, o: observer, s: service):
     s -> a    COMMITTED what became of it
     a -> s    ABORT     this lease will not be filled; asks for the next   resent until GRANT
     s -> l    BATCH     these slots are yours                              sent again with each answer while it holds
-    l -> s    PUBLISH   slots released, next bank seeded, weights          resent until BATCH or STOP
+    l -> s    RELEASE   its slots will not be read again                   not resent: PUBLISH says so too
+    l -> s    PUBLISH   slots released, next ones seeded, weights          resent until BATCH or STOP
                         written, figures of the update
     s -> any  STOP      finish, leave                                      also told by PONG
     any -> s  BYE       leaving
@@ -192,26 +193,32 @@ class Abort(Message):
 
 class Batch(Message):
     update: Count
-    bank: Count
+    slots: Annotated[tuple[Count, ...], FromWire]
+    """The rollout, in the order of its rows."""
     valid_steps: Annotated[tuple[Count, ...], FromWire]
-    """Per slot of the bank, in slot order; 0 for a slot nobody filled."""
+    """Per slot; 0 for a slot nobody filled."""
     versions: Annotated[tuple[Count, ...], FromWire]
     """Behaviour version per slot."""
     env_steps: Count
     """Valid env steps committed up to and including this batch."""
     last: bool = False
     """The run ends after this update."""
-    withheld: Annotated[tuple[Count, ...], FromWire] = ()
-    """Slots of the other bank that a late actor may still write: the learner leaves them alone."""
+    seed_into: Annotated[tuple[Count | None, ...], FromWire] = ()
+    """Per slot the one in which its actor's next rollout starts: the learner seeds row 0 and the carry flag there. None
+    where a late actor may still write; () where nobody knows yet which slot that will be."""
+
+
+class Release(Message):
+    """Learner to service: no slot of this batch will be read again. PUBLISH says so too."""
+
+    update: Count
 
 
 class Publish(Message):
     update: Count
     version: Count
-    bank: Count
-    """The bank that was read and is released."""
     seeded: Annotated[tuple[Count, ...], FromWire] = ()
-    """Slots of the other bank whose row 0 and carry flag are seeded."""
+    """Slots of BATCH.seed_into whose row 0 and carry flag now come from their actor's own last commit."""
     metrics: dict[str, float] = {}
     seconds: dict[str, float] = {}
     checkpoint: ShortText | None = None
@@ -254,8 +261,8 @@ class StatusReport(Message):
 MESSAGES: Final[dict[str, type[Message]]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Hello, Welcome, Refused, Join, Ready, Grant, Preempt, Commit, Committed, Abort, Batch, Publish, Stop, Bye,
-        Heartbeat, Pong, Status, StatusReport,
+        Hello, Welcome, Refused, Join, Ready, Grant, Preempt, Commit, Committed, Abort, Batch, Release, Publish, Stop,
+        Bye, Heartbeat, Pong, Status, StatusReport,
     )
 }  # fmt: skip
 

@@ -1,12 +1,16 @@
-"""When a bank is granted, and when it goes to the learner. Pure: states and `now` in, decisions out.
+"""When slots are granted, and when a batch goes to the learner. Pure: states and `now` in, decisions out.
 
-Lockstep, the schedule of policy lag 0: two banks of A slots, slot `bank * A + a` is actor a's. One bank is filled at a
-time; it goes to the learner when every place has committed; the other bank opens only after the next weights are out.
-A place from which nothing can come now (given up, or its actor still has to let go of an older slot) counts as empty,
-K = 0. Two rules keep slow actors from holding up the others, both off by default:
+    Lockstep    policy lag 0. Two banks of A slots, slot `bank * A + a` is actor a's. One bank is filled at a time; it
+                goes to the learner when every place has committed; the other opens once the next weights are out.
+    Streaming   policy lag up to `max_policy_lag`. Any actor takes any free slot, also while the learner works; a
+                batch is the oldest committed slots, as many as there are places that are waited for.
 
-    preempt_share   once that share of the places has committed, the others are asked to commit what they have
-    deadline        once it has passed and min_actors have committed, the bank goes without the others: K = 0
+A place from which nothing can come now (given up, or its actor still has to let go of an older slot) is `absent`.
+Two rules keep slow actors from holding up the others, both off by default:
+
+    preempt_share   once that share of a batch has been committed, others are asked to commit what they have: in
+                    Lockstep all others, in Streaming those whose rows would be too old for the batch after this one
+    deadline        once it has passed and min_actors have committed, the batch goes without the others
 
 `Scheduler` is the seam for other schedules. Left to the coordinator: messages, versions, who lives.
 """
@@ -14,9 +18,9 @@ K = 0. Two rules keep slow actors from holding up the others, both off by defaul
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 from rollout_service.config import TrainConfig
 from rollout_service.control.ledger import Ledger, SlotState
@@ -28,26 +32,30 @@ ROUNDING: Final = 1e-9
 
 @dataclass(frozen=True)
 class FormBatch:
-    """This bank goes to the learner now.
+    """These slots go to the learner now, in this order.
 
-    late: its slots whose lease runs on, to be quarantined first. unclaimed: its slots that nobody has taken, though
+    late: those of them whose lease runs on, to be quarantined first. unclaimed: places that nobody has taken, though
     somebody was waited for.
     """
 
-    bank: int
+    slots: tuple[int, ...]
     late: tuple[int, ...] = ()
     unclaimed: tuple[int, ...] = ()
 
 
 class Scheduler(Protocol):
-    """Decides; never acts. absent: places from which nothing can come now."""
+    """Decides; never acts. absent: places from which nothing can come now.
 
+    idle --opened--> collecting a batch --formed--> the learner works on it --opened--> ...; `closed` at any time.
+    """
+
+    max_policy_lag: int
     first_deadline_s: float
     preempt_min_steps: int
 
     @property
-    def filling(self) -> int | None:
-        """The bank that is being filled; None while the learner works or there is none."""
+    def waiting(self) -> bool:
+        """Whether the learner has nothing to do but to wait for a batch."""
         ...
 
     @property
@@ -55,54 +63,58 @@ class Scheduler(Protocol):
         """Committed slots without which a deadline changes nothing."""
         ...
 
-    def open(self, bank: int, now: float, *, first: bool = False) -> None: ...
+    def open(self, now: float, *, first: bool = False) -> None:
+        """The learner waits. first: no batch was formed yet; actors may still be starting."""
+        ...
 
-    def close(self) -> None: ...
+    def formed(self) -> None:
+        """A batch has gone to the learner."""
+        ...
 
-    def slots(self, bank: int) -> range: ...
+    def published(self) -> None:
+        """Its weights are out."""
+        ...
 
-    def after(self, bank: int) -> int: ...
+    def close(self) -> None:
+        """No learner: nothing is granted and nothing formed. A batch that was out comes to nothing."""
+        ...
 
-    def slot_for(self, actor_id: int) -> int | None: ...
+    def slot_for(self, actor_id: int, ledger: Ledger, absent: Collection[int]) -> int | None:
+        """The slot this place may take now; None if none."""
+        ...
+
+    def seeds(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Per slot of a batch the one in which its actor's next rollout starts; () if that is not known yet."""
+        ...
 
     def decide(self, ledger: Ledger, absent: Collection[int], now: float) -> FormBatch | None: ...
 
-    def missing(self, ledger: Ledger, absent: Collection[int]) -> list[int]: ...
+    def missing(self, ledger: Ledger, absent: Collection[int]) -> list[int]:
+        """Places that the batch waits for."""
+        ...
 
-    def to_preempt(self, ledger: Ledger, absent: Collection[int]) -> list[int]: ...
+    def to_preempt(self, ledger: Ledger, absent: Collection[int], version: int) -> list[int]:
+        """Leased slots whose actors should commit what they have. version: of the newest weights."""
+        ...
 
     def next_deadline(self) -> float: ...
 
 
-class Lockstep:
-    """The whole of bank b, then weights, then the whole of bank 1 - b."""
+@dataclass
+class Patience:
+    """The rules for slow actors that both schedules share."""
 
-    def __init__(
-        self,
-        num_actors: int,
-        *,
-        min_actors: int | None = None,
-        deadline_s: float = math.inf,
-        first_deadline_s: float = math.inf,
-        preempt_share: float = 1.0,
-        preempt_min_steps: int = 1,
-    ) -> None:
-        """min_actors: what a batch needs in any case, and a deadline too; None: one, and at a deadline all."""
-        self.num_actors = num_actors
-        self.needed = num_actors if min_actors is None else max(1, min_actors)
-        self.deadline_s = deadline_s
-        self.first_deadline_s = first_deadline_s
-        self.preempt_share = preempt_share
-        self.preempt_min_steps = preempt_min_steps
-        self._least = 1 if min_actors is None else self.needed
-        self._filling: int | None = None
-        self._deadline = math.inf
+    min_actors: int | None = None
+    """What a batch needs in any case, and a deadline too; None: one, and at a deadline all."""
+    deadline_s: float = math.inf
+    first_deadline_s: float = math.inf
+    preempt_share: float = 1.0
+    preempt_min_steps: int = 1
 
     @classmethod
-    def of(cls, config: TrainConfig, num_actors: int) -> Self:
-        """With the rules that the settings ask for."""
+    def of(cls, config: TrainConfig) -> Patience:
+        """What the settings ask for."""
         return cls(
-            num_actors,
             min_actors=config.min_actors,
             deadline_s=math.inf if config.batch_deadline is None else config.batch_deadline,
             first_deadline_s=math.inf if config.first_batch_deadline is None else config.first_batch_deadline,
@@ -110,62 +122,182 @@ class Lockstep:
             preempt_min_steps=math.ceil(config.preempt_min_steps_fraction * config.num_steps - ROUNDING),
         )
 
+
+class _Waiting:
+    """What both schedules know: whether the learner waits, and until when."""
+
+    def __init__(self, num_actors: int, patience: Patience) -> None:
+        self.num_actors = num_actors
+        self.first_deadline_s = patience.first_deadline_s
+        self.preempt_min_steps = patience.preempt_min_steps
+        self.needed = num_actors if patience.min_actors is None else max(1, patience.min_actors)
+        self._patience = patience
+        self._least = 1 if patience.min_actors is None else self.needed
+        self._waiting = False
+        self._deadline = math.inf
+
     @property
-    def filling(self) -> int | None:
-        return self._filling
+    def waiting(self) -> bool:
+        return self._waiting
+
+    def open(self, now: float, *, first: bool = False) -> None:
+        self._waiting = True
+        self._deadline = now + (self._patience.first_deadline_s if first else self._patience.deadline_s)
+
+    def formed(self) -> None:
+        self._waiting = False
+
+    def close(self) -> None:
+        self._waiting = False
+
+    def next_deadline(self) -> float:
+        return self._deadline if self._waiting else math.inf
+
+    def _share_reached(self, ready: int, of: int) -> bool:
+        share = self._patience.preempt_share
+        return share < 1.0 and ready > 0 and ready >= share * of - ROUNDING
+
+
+class Lockstep(_Waiting):
+    """The whole of bank b, then weights, then the whole of bank 1 - b."""
+
+    max_policy_lag = 0
+
+    def __init__(self, num_actors: int, patience: Patience | None = None) -> None:
+        super().__init__(num_actors, patience or Patience())
+        self.bank = 0
+        """The one that is filled now, or that the learner works on."""
+
+    def published(self) -> None:
+        self.bank = (self.bank + 1) % NUM_BANKS
 
     def slots(self, bank: int) -> range:
         return range(bank * self.num_actors, (bank + 1) * self.num_actors)
 
-    def after(self, bank: int) -> int:
-        return (bank + 1) % NUM_BANKS
+    def slot_for(self, actor_id: int, ledger: Ledger, absent: Collection[int]) -> int | None:  # noqa: ARG002
+        """Its own slot of the open bank."""
+        slot = self.slots(self.bank)[actor_id]
+        return slot if self._waiting and ledger.state(slot) is SlotState.FREE else None
 
-    def open(self, bank: int, now: float, *, first: bool = False) -> None:
-        """first: no batch was formed yet; actors may still be starting."""
-        self._filling = bank
-        self._deadline = now + (self.first_deadline_s if first else self.deadline_s)
-
-    def close(self) -> None:
-        self._filling = None
-
-    def slot_for(self, actor_id: int) -> int | None:
-        """The slot this place fills now, or None if no bank is open."""
-        return None if self._filling is None else self.slots(self._filling)[actor_id]
+    def seeds(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """The same place of the other bank."""
+        return tuple((slot + self.num_actors) % (NUM_BANKS * self.num_actors) for slot in slots)
 
     def decide(self, ledger: Ledger, absent: Collection[int], now: float) -> FormBatch | None:
         """A bank without one committed slot never goes."""
-        if self._filling is None:
+        if not self._waiting:
             return None
+        bank = self.slots(self.bank)
         ready = len(self._ready(ledger))
         missing = self.missing(ledger, absent)
         if not missing and ready >= self._least:
-            return FormBatch(self._filling)
+            return FormBatch(tuple(bank))
         if now >= self._deadline and ready >= self.needed:
-            late = tuple(slot for slot in missing if ledger.state(slot) is SlotState.LEASED)
-            return FormBatch(self._filling, late, tuple(slot for slot in missing if slot not in late))
+            late = tuple(bank[place] for place in missing if ledger.state(bank[place]) is SlotState.LEASED)
+            return FormBatch(tuple(bank), late, tuple(place for place in missing if bank[place] not in late))
         return None
 
     def missing(self, ledger: Ledger, absent: Collection[int]) -> list[int]:
-        """Slots of the open bank that are waited for: leased ones, and those of places that somebody may yet join."""
-        bank = range(0) if self._filling is None else self.slots(self._filling)
+        """Places whose slot is leased, or that somebody may yet join."""
+        if not self._waiting:
+            return []
         ready = self._ready(ledger)
         return [
-            slot
-            for actor_id, slot in enumerate(bank)
-            if slot not in ready and (actor_id not in absent or ledger.state(slot) is SlotState.LEASED)
+            place
+            for place, slot in enumerate(self.slots(self.bank))
+            if slot not in ready and (place not in absent or ledger.state(slot) is SlotState.LEASED)
         ]
 
-    def to_preempt(self, ledger: Ledger, absent: Collection[int]) -> list[int]:
-        """Leased slots of the open bank whose actors should commit what they have."""
+    def to_preempt(self, ledger: Ledger, absent: Collection[int], version: int) -> list[int]:  # noqa: ARG002
         ready, missing = len(self._ready(ledger)), self.missing(ledger, absent)
-        asked = self.preempt_share < 1.0 and ready > 0
-        if not asked or ready < self.preempt_share * (ready + len(missing)) - ROUNDING:
+        if not self._share_reached(ready, ready + len(missing)):
             return []
-        return [slot for slot in missing if ledger.state(slot) is SlotState.LEASED]
-
-    def next_deadline(self) -> float:
-        return math.inf if self._filling is None else self._deadline
+        bank = self.slots(self.bank)
+        return [bank[place] for place in missing if ledger.state(bank[place]) is SlotState.LEASED]
 
     def _ready(self, ledger: Ledger) -> list[int]:
-        bank = range(0) if self._filling is None else self.slots(self._filling)
-        return [slot for slot in bank if ledger.state(slot) is SlotState.READY]
+        return (
+            [slot for slot in self.slots(self.bank) if ledger.state(slot) is SlotState.READY] if self._waiting else []
+        )
+
+
+class Streaming(_Waiting):
+    """Collection goes on while the learner works; no rows are collected that would be too old once they are used.
+
+    An actor that starts now is behind `ahead` slots that are leased or committed. With B slots to a batch its own goes
+    to the learner after `ahead // B` other batches, and after the one that the learner works on now: so many updates
+    older than the newest weights its rows will be. It starts only where that is within max_policy_lag. With equal
+    actors nothing is then dropped, and lag 1 is double buffering.
+    """
+
+    def __init__(self, num_actors: int, max_policy_lag: int, patience: Patience | None = None) -> None:
+        super().__init__(num_actors, patience or Patience())
+        self.max_policy_lag = max_policy_lag
+        self._learning = False
+        """A batch is out, and its weights are not."""
+        self._closed = True
+
+    def open(self, now: float, *, first: bool = False) -> None:
+        super().open(now, first=first)
+        self._learning = self._closed = False
+
+    def formed(self) -> None:
+        super().formed()
+        self._learning = True
+
+    def published(self) -> None:
+        self._learning = False
+
+    def close(self) -> None:
+        super().close()
+        self._learning, self._closed = False, True
+
+    def slot_for(self, actor_id: int, ledger: Ledger, absent: Collection[int]) -> int | None:  # noqa: ARG002
+        """The lowest free slot, if its rows would be young enough."""
+        if self._closed:
+            return None
+        states = [ledger.state(slot) for slot in range(len(ledger))]
+        ahead = states.count(SlotState.LEASED) + states.count(SlotState.READY)
+        lag = ahead // self._batch_size(absent) + self._learning
+        if lag > self.max_policy_lag or SlotState.FREE not in states:
+            return None
+        return states.index(SlotState.FREE)
+
+    def seeds(self, slots: Sequence[int]) -> tuple[int, ...]:  # noqa: ARG002
+        """Nobody knows which slot an actor takes next."""
+        return ()
+
+    def decide(self, ledger: Ledger, absent: Collection[int], now: float) -> FormBatch | None:
+        """The oldest committed slots; with fewer than asked for only once the deadline has passed."""
+        if not self._waiting:
+            return None
+        ready, size = ledger.ready(), self._batch_size(absent)
+        if len(ready) >= size:
+            return FormBatch(tuple(ready[:size]))
+        if ready and now >= self._deadline and len(ready) >= self.needed:
+            at_work = {lease.holder.actor_id for lease in ledger.leases()}
+            unclaimed = tuple(place for place in self.missing(ledger, absent) if place not in at_work)
+            return FormBatch(tuple(ready), unclaimed=unclaimed)
+        return None
+
+    def missing(self, ledger: Ledger, absent: Collection[int]) -> list[int]:
+        """Places that have nothing in the batch so far."""
+        if not self._waiting:
+            return []
+        there = {filled.holder.actor_id for slot in ledger.ready() if (filled := ledger.filled(slot)) is not None}
+        return [place for place in range(self.num_actors) if place not in there and place not in absent]
+
+    def to_preempt(self, ledger: Ledger, absent: Collection[int], version: int) -> list[int]:
+        if not self._share_reached(len(ledger.ready()), self._batch_size(absent)):
+            return []
+        return [lease.slot for lease in ledger.leases() if version + 1 - lease.version > self.max_policy_lag]
+
+    def _batch_size(self, absent: Collection[int]) -> int:
+        return max(self._least, self.num_actors - len(absent))
+
+
+def scheduler_for(config: TrainConfig, num_actors: int) -> Lockstep | Streaming:
+    """One knob chooses: max_policy_lag."""
+    if config.max_policy_lag == 0:
+        return Lockstep(num_actors, Patience.of(config))
+    return Streaming(num_actors, config.max_policy_lag, Patience.of(config))

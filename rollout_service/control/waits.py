@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
+LEAST_TO_COMPARE: Final = 3
+"""Of two actors none is typical."""
 WINDOW_S: Final = 60.0
 """Shares are of the last so many seconds."""
 WORTH_A_WORD_S: Final = 30.0
@@ -20,11 +23,11 @@ WORTH_A_WORD_S: Final = 30.0
 
 @dataclass(frozen=True)
 class Slowest:
-    """The actor that the others waited for longest."""
+    """The actor that the others waited for longest, or that is furthest behind them."""
 
     actor_id: int
     share: float
-    """Of the time in the window."""
+    """Of the time in the window, or of a typical actor's steps in it."""
     seconds: float
     """That this share is of."""
 
@@ -61,6 +64,39 @@ class WaitShares:
 
     def _seconds(self) -> float:
         return self._waits[-1][0] - self._since if self._waits and self._since is not None else 0.0
+
+
+class Pace:
+    """Env steps that each actor brought in the last WINDOW_S, where nobody waits for anybody."""
+
+    def __init__(self) -> None:
+        self._brought: deque[tuple[float, int, int]] = deque()
+        self._totals: dict[int, int] = {}
+        self._since: float | None = None
+
+    def add(self, actor_id: int, env_steps: int, now: float) -> None:
+        """One rollout."""
+        self._since = now if self._since is None else self._since
+        self._brought.append((now, actor_id, env_steps))
+        self._totals[actor_id] = self._totals.get(actor_id, 0) + env_steps
+        while self._brought[0][0] < now - WINDOW_S:
+            self._since, theirs, forgotten = self._brought.popleft()
+            if theirs in self._totals:
+                self._totals[theirs] -= forgotten
+
+    def forget(self, actor_id: int) -> None:
+        """It has left."""
+        self._totals.pop(actor_id, None)
+        self._brought = deque(entry for entry in self._brought if entry[1] != actor_id)
+
+    def slowest(self) -> Slowest | None:
+        """share: what it lacks of the median actor's steps, 0 to 1. None before three actors can be compared."""
+        if len(self._totals) < LEAST_TO_COMPARE or not self._brought or self._since is None:
+            return None
+        actor_id = min(self._totals, key=self._totals.__getitem__)
+        typical = median(self._totals.values())
+        seconds = self._brought[-1][0] - self._since
+        return Slowest(actor_id, 1.0 - self._totals[actor_id] / typical, seconds) if typical > 0 else None
 
 
 class Vigil:

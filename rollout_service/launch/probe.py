@@ -59,6 +59,7 @@ def build_run_spec(config: TrainConfig) -> RunSpec:
         parameters=policy.parameter_specs(),
         state_strategy=config.state_strategy,
         num_steps=config.num_steps,
+        max_policy_lag=config.max_policy_lag,
         num_actors=config.num_actors,
         envs_per_actor=config.envs_per_actor,
         envs_per_forward=config.rows_per_forward,

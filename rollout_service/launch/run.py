@@ -26,7 +26,7 @@ from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.coordinator import Coordinator
 from rollout_service.control.endpoints import prepare_endpoint, remove_socket, remove_socket_directory, socket_endpoint
 from rollout_service.control.events import Event
-from rollout_service.control.scheduling import Lockstep
+from rollout_service.control.scheduling import scheduler_for
 from rollout_service.control.server import Server
 from rollout_service.control.transport import Router
 from rollout_service.errors import WaitTimedOut
@@ -166,7 +166,7 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
             silence_timeout=config.silence_timeout,
             updates_done=resume_point.updates,
             env_steps_done=resume_point.env_steps,
-            scheduler=Lockstep.of(config, spec.num_actors),
+            scheduler=scheduler_for(config, spec.num_actors),
         )
         server = Server(router, coordinator)
         server.events = cast("queue.SimpleQueue[Event]", inbox)

@@ -3,7 +3,7 @@
 The same Actor, Trainer and memory as in a run of many processes, in the same order: every actor fills its slot of a
 bank with weights v, the learner updates from that bank and seeds the other one, weights v+1 are published. So it
 gives the same numbers, bit for bit, and a breakpoint anywhere stops the whole run. No sockets, no leases, no child
-processes.
+processes; and no policy lag: here nothing happens while the learner works, so every rollout is of the newest weights.
 
 Writers: this thread, everything. What must never happen: another order of operations than the coordinator's
 (tests/parity compares them). Left to others: drawing (`on_update`), logs.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rollout_service import checkpoint as checkpoints
 from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.messages import Grant, StartFrom
+from rollout_service.errors import ConfigError
 from rollout_service.launch.cpu import usable_cores
 from rollout_service.launch.probe import build_run_spec
 from rollout_service.memory.schema import rollout_fields
@@ -58,8 +59,10 @@ def run_serial(
 
     stop_asked: asked after every step and between updates. True ends the run with a checkpoint of the last whole
     update; steps that no update has seen are dropped.
-    Checkpoints go to config.run_dir; without one nothing is written. Raises what a role raises, with its own traceback.
+    Checkpoints go to config.run_dir; without one nothing is written. Raises ConfigError for max_policy_lag above 0, and
+    what a role raises, with its own traceback.
     """
+    require_lockstep(config)
     import torch
 
     from learner.staging import keep_freed_memory
@@ -85,6 +88,15 @@ def run_serial(
             return run.result()
     finally:
         torch.set_num_threads(threads)
+
+
+def require_lockstep(config: TrainConfig) -> None:
+    """Raises ConfigError unless max_policy_lag is 0."""
+    if config.max_policy_lag > 0:
+        raise ConfigError(
+            f"a serial run has max_policy_lag 0, not {config.max_policy_lag}: with one thread nothing is collected "
+            "while the learner works; leave max_policy_lag out, or leave --serial out"
+        )
 
 
 class SerialRun:

@@ -42,7 +42,7 @@ from rollout_service.launch.signals import Interruption
 from rollout_service.launch.succession import Succession
 from rollout_service.lifeline import STACK_DUMP_SIGNAL
 from rollout_service.observe.metrics import log_record
-from rollout_service.observe.stragglers import StragglerWatch, gone_without, overdue
+from rollout_service.observe.stragglers import AgeWatch, StragglerWatch, gone_without, overdue
 
 STACK_DUMP_S: Final = 0.5
 """A stuck child gets this long to write its stacks before it is killed."""
@@ -86,7 +86,10 @@ class Supervisor:
         self._stopping_since = 0.0
         self._terminated: set[int] = set()
         self._shown_at = -math.inf
-        self.stragglers = StragglerWatch(preempts=config.preempt_share < 1.0)
+        streaming = config.max_policy_lag > 0
+        self.stragglers = StragglerWatch(preempts=config.preempt_share < 1.0, streaming=streaming)
+        self._slowest = self.metrics.behind if streaming else self.metrics.slowest
+        self.ages = AgeWatch(config.max_policy_lag)
 
     def run(self) -> Ending:
         """Starts all children, returns when nobody is left. Any exception ends the children too."""
@@ -140,9 +143,14 @@ class Supervisor:
                     now=now,
                     actor_id=message.actor_id,
                     slot=message.slot,
+                    env_steps=message.env_steps,
                 )
             case events.BatchFormed():
                 self._batch_formed(message, now)
+            case events.RolloutTooOld():
+                self.metrics.too_old(message.env_steps)
+                if (text := self.ages.notice(message)) is not None:
+                    self.journal.say(text)
             case events.BatchOverdue():
                 self.journal.say(overdue(message))
             case events.UpdateFinished():
@@ -303,9 +311,10 @@ class Supervisor:
             wait_s=event.wait_s,
             partial=len(event.partial),
             late=len(event.late),
+            lags=event.lags,
             now=now,
         )
-        for text in (gone_without(event), self.stragglers.notice(self.metrics.slowest())):
+        for text in (gone_without(event), self.stragglers.notice(self._slowest())):
             if text is not None:
                 self.journal.say(text)
 

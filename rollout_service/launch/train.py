@@ -96,8 +96,9 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
     The one path of this module that imports torch. Raises what a role raises, with its own traceback, and Interrupted
     if a stop signal came before the first update was through.
     """
-    from rollout_service.launch.serial import SerialUpdate, run_serial
+    from rollout_service.launch.serial import SerialUpdate, require_lockstep, run_serial
 
+    require_lockstep(config)
     prepare.require_platform()
     with ExitStack() as stack:
         stack.enter_context(prepare.outside_of_other_runs())

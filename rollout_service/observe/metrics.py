@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final, Protocol
 
-from rollout_service.control.waits import Slowest, WaitShares
+from rollout_service.control.waits import Pace, Slowest, WaitShares
 
 RETURN_WINDOW: Final = 100
 """return_mean and length_mean are over the last this many finished episodes."""
@@ -74,6 +74,8 @@ class Summary:
     version: int | None = None
     """Of the weights that the last update made."""
     learner_restarts: int = 0
+    policy_lags: Mapping[int, int] = field(default_factory=dict)
+    """Policy lag in updates -> rollouts trained on with it, so far."""
 
 
 @dataclass
@@ -92,6 +94,8 @@ class RunMetrics:
     episodes: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
+    policy_lags: Counter[int] = field(default_factory=Counter)
+    """Policy lag -> rollouts trained on with it."""
 
     def __post_init__(self) -> None:
         self._steps_before = self.env_steps
@@ -106,6 +110,7 @@ class RunMetrics:
         self._last_commit: dict[int, float] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT_UPDATES + 1)
         self._waits = WaitShares()
+        self._pace = Pace()
         self._unordered: list[tuple[int, FinishedEpisode]] = []
         """(slot, episode) of the slots that have been filled since the last batch, as they arrived."""
 
@@ -115,6 +120,7 @@ class RunMetrics:
     def actor_left(self, actor_id: int) -> None:
         self._alive.discard(actor_id)
         self._last_commit.pop(actor_id, None)
+        self._pace.forget(actor_id)
 
     def rollout(
         self,
@@ -125,6 +131,7 @@ class RunMetrics:
         now: float,
         actor_id: int | None = None,
         slot: int | None = None,
+        env_steps: int = 0,
     ) -> None:
         """One accepted commit. seconds: phase -> seconds of the lease. With an actor_id its waiting is told apart.
 
@@ -146,15 +153,33 @@ class RunMetrics:
             if actor_id in self._last_commit:
                 phases[WAIT] = max(0.0, now - self._last_commit[actor_id] - busy)
             self._last_commit[actor_id] = now
+            self._pace.add(actor_id, env_steps, now)
         self._actor_phases.append(phases)
         self.counters.update(counters)
 
-    def batch(self, *, waited_for: int, wait_s: float, partial: int = 0, late: int = 0, now: float) -> None:
-        """One batch went to the learner. partial, late: how many slots were cut short, or left out."""
+    def batch(
+        self,
+        *,
+        waited_for: int,
+        wait_s: float,
+        partial: int = 0,
+        late: int = 0,
+        lags: Iterable[int] = (),
+        now: float,
+    ) -> None:
+        """One batch went to the learner.
+
+        partial, late: how many slots were cut short, or left out. lags: policy lag of each rollout, in updates.
+        """
         self._count(episode for _, episode in sorted(self._unordered, key=itemgetter(0)))
         self._unordered.clear()
         self._waits.add(waited_for, wait_s, now)
         self.counters.update({"partial_rollouts": partial, "late_actors": late})
+        self.policy_lags.update(lags)
+
+    def too_old(self, env_steps: int) -> None:
+        """A rollout was dropped because of its policy lag."""
+        self.counters.update({"dropped_over_lag": 1, "dropped_over_lag_env_steps": env_steps})
 
     def _count(self, episodes: Iterable[FinishedEpisode]) -> None:
         for episode in episodes:
@@ -167,6 +192,10 @@ class RunMetrics:
     def slowest(self) -> Slowest | None:
         """The actor that the others waited for longest."""
         return self._waits.slowest()
+
+    def behind(self) -> Slowest | None:
+        """The actor that brings the fewest env steps, and by how much less than the typical one."""
+        return self._pace.slowest()
 
     def update(
         self,
@@ -223,6 +252,7 @@ class RunMetrics:
             counters={name: count for name, count in self.counters.items() if count},
             version=self.version,
             learner_restarts=self.learner_restarts,
+            policy_lags=dict(sorted(self.policy_lags.items())),
         )
 
     def _overall_rate(self) -> float | None:
@@ -255,6 +285,7 @@ def log_record(summary: Summary) -> dict[str, float]:
         **{f"split_actor/{name}": value for name, value in summary.actor_split.items()},
         **{f"split_learner/{name}": value for name, value in summary.learner_split.items()},
         **{f"count/{name}": value for name, value in summary.counters.items()},
+        **{f"policy_lag/{lag}": count for lag, count in summary.policy_lags.items()},
     }
     return {tag: float(value) for tag, value in scalars.items() if value is not None}
 

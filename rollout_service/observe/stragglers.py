@@ -6,9 +6,10 @@ Leaves to others: measuring (`control/waits`), and what to do about it (the sett
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
-from rollout_service.control.events import BatchFormed, BatchOverdue
+from rollout_service.control.events import BatchFormed, BatchOverdue, RolloutTooOld
 from rollout_service.control.waits import Slowest
 
 NOTICED_SHARE: Final = 0.2
@@ -24,7 +25,8 @@ REMEDY: Final = (
 class StragglerWatch:
     """Names the slowest actor when it becomes one, and again after it had caught up or another had taken its place."""
 
-    def __init__(self, *, preempts: bool) -> None:
+    def __init__(self, *, preempts: bool, streaming: bool = False) -> None:
+        self._streaming = streaming
         self._remedy = REMEDY[preempts]
         self._named: int | None = None
 
@@ -37,6 +39,11 @@ class StragglerWatch:
         if slowest.share < NOTICED_SHARE or slowest.actor_id == self._named:
             return None
         self._named = slowest.actor_id
+        if self._streaming:
+            return (
+                f"actor {slowest.actor_id} is the slowest: in the last {slowest.seconds:.0f} s it brought "
+                f"{1 - slowest.share:.0%} of the steps of a typical actor; nobody waits for it, its envs count for less"
+            )
         return (
             f"actor {slowest.actor_id} is the slowest: the others waited for it in {slowest.share:.0%} of the last "
             f"{slowest.seconds:.0f} s{self._remedy}"
@@ -65,3 +72,23 @@ def gone_without(event: BatchFormed) -> str | None:
 
 def _actors(numbers: tuple[int, ...]) -> str:
     return ("actor " if len(numbers) == 1 else "actors ") + ", ".join(map(str, numbers))
+
+
+class AgeWatch:
+    """Says that rollouts are dropped for their policy lag: the first of each actor, then whenever they have doubled."""
+
+    def __init__(self, max_policy_lag: int) -> None:
+        self._limit = max_policy_lag
+        self._dropped: Counter[int] = Counter()
+
+    def notice(self, event: RolloutTooOld) -> str | None:
+        """What to say now, if anything."""
+        self._dropped[event.actor_id] += 1
+        count = self._dropped[event.actor_id]
+        if count & (count - 1):
+            return None
+        dropped = "a rollout" if count == 1 else f"{count} rollouts so far"
+        return (
+            f"dropped {dropped} of actor {event.actor_id}: the last was {event.lag} updates old, max_policy_lag is "
+            f"{self._limit}; raise it, or let preempt_share (e.g. 0.75) take the steps that slow actors have"
+        )

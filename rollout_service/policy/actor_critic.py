@@ -68,6 +68,23 @@ class SequenceEvaluation:
 
 
 @dataclass(frozen=True, slots=True)
+class NetworkRows:
+    """What the encoder reads, prepared as far as no weight is involved. M rows."""
+
+    vectors: Tensor | None
+    """float32 [M, size] of all vector leaves side by side, normalised; None without any."""
+    images: tuple[Tensor, ...]
+    """Image leaves as they came, [M, *shape]: as float32 they would take four times the memory."""
+
+    def take(self, rows: Tensor) -> NetworkRows:
+        """Copies of the given rows, int64 [m], in that order."""
+        return NetworkRows(
+            None if self.vectors is None else self.vectors.index_select(0, rows),
+            tuple(image.index_select(0, rows) for image in self.images),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepLayout:
     """The weights as `step` wants them; built from the parameters, never trained."""
 
@@ -92,6 +109,7 @@ class ActorCritic(nn.Module):
         self.spec: Final = spec
         self.distribution: Final[Categorical] = distribution_for(spaces.action)
         self.leaves: Final = tuple(zip(observation_fields(spaces), spaces.observation, strict=True))
+        self._image_leaves: Final = tuple(leaf for leaf in spaces.observation if leaf.is_image)
         generator = torch.Generator().manual_seed(seed)
         # Parameters born in inference mode could never be trained, nor tell whether they changed.
         with torch.inference_mode(False):
@@ -237,6 +255,56 @@ class ActorCritic(nn.Module):
         out = self.core(features.view(n, num_steps, features.shape[1]), episode_starts, initial_state)
         log_probs, entropy = self.distribution.evaluate(self.policy(out), actions)
         return SequenceEvaluation(log_probs, self.value_head(out)[..., 0], entropy)
+
+    @torch.no_grad()
+    def network_rows(self, obs_seq: Tensor | Mapping[str, Tensor], valid: Tensor) -> NetworkRows:
+        """Observations as in `evaluate_sequences` -> env-major rows [n * T]; the first choice, or zeros, where not valid.
+
+        Good until the statistics change.
+        """
+        observations = {self.leaves[0][0]: obs_seq} if isinstance(obs_seq, Tensor) else obs_seq
+        whole = bool(valid.all())
+        vectors: list[Tensor] = []
+        images: list[Tensor] = []
+        for (name, leaf), moment in zip(self.leaves, self._moments(), strict=True):
+            rows = observations[name] if whole else _keep(observations[name], valid, 0)
+            rows = rows.reshape(valid.numel(), *rows.shape[2:])
+            if leaf.is_image:
+                images.append(rows)
+                continue
+            rows = network_input(leaf, rows)
+            vectors.append(rows if moment is None else normalize(rows, *moment))
+        return NetworkRows(torch.cat(vectors, dim=1) if vectors else None, tuple(images))
+
+    def evaluate_padded(
+        self,
+        rows: NetworkRows,
+        actions: Tensor,
+        flags: Tensor | None,
+        initial_state: Mapping[str, Tensor],
+        num_steps: int,
+    ) -> SequenceEvaluation:
+        """`evaluate_sequences` without its care and its copies: over rows laid out already, any thread.
+
+        rows: time-major [P * n], see resets.py; actions: [P * n, *]; flags: float32 [P, n, 1] or None, initial_state:
+        [L, n, H] per name, both as `Core.padded` takes them; num_steps: P. Everything finite. Returns [P * n] of each; a place
+        without a real step holds a finite number without meaning. Whoever trains calls `weights_changed` afterwards.
+        """
+        scaled = [network_input(leaf, image) for leaf, image in zip(self._image_leaves, rows.images, strict=True)]
+        features: Tensor = self.encoder([] if rows.vectors is None else [rows.vectors], scaled)
+        out = self.core.padded(features.view(num_steps, -1, features.shape[1]), flags, initial_state).flatten(0, 1)
+        # One product for both heads, its result choices first: rows of log-probs are neighbours then.
+        heads = torch.addmm(
+            torch.cat([self.value_head.bias, self.policy.bias]).unsqueeze(1),
+            torch.cat([self.value_head.weight, self.policy.weight]),
+            out.t(),
+        )
+        log_probs, entropy = self.distribution.evaluate(heads[1:].movedim(0, -1), actions)
+        return SequenceEvaluation(log_probs, heads[0], entropy)
+
+    def weights_changed(self) -> None:
+        """Parameters were written: what `step` has laid out is stale. Fused optimisers leave no mark on them."""
+        self._forget_layout()
 
     def update_normalizer(self, observations: Tensor | Mapping[str, Tensor], valid: Tensor) -> None:
         """Merge the valid rows of a rollout into the statistics; nothing where nothing is normalised.

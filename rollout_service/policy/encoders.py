@@ -80,4 +80,12 @@ class Encoder(nn.Module):
         features.extend(stack(image) for stack, image in zip(self.images, images, strict=True))
         # cat also copies a lone leaf to aligned memory: rows read from a shared slot may start anywhere, and a matrix
         # product may round differently there.
-        return torch.tanh_(self.linear(torch.cat(features, dim=1)))
+        return tanh_linear(torch.cat(features, dim=1), self.linear.weight, self.linear.bias)
+
+
+def tanh_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """tanh(x W^T + b) as 2 sigmoid(2 (x W^T + b)) - 1: to 2e-7 the same, in a fifth of the time of torch's tanh on CPUs.
+
+    x: [M, inputs], weight: [outputs, inputs], bias: [outputs]. Returns [M, outputs].
+    """
+    return torch.sigmoid(torch.addmm(bias, x, weight.t(), beta=2, alpha=2)).mul(2).sub_(1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from rollout_service.errors import ShapeError, StateMissing
 from rollout_service.policy.encoders import HIDDEN_GAIN, orthogonal_linear
-from rollout_service.policy.resets import ResetPlan, plan_resets
+from rollout_service.policy.resets import plan_resets
 
 HIDDEN, CELL = "hidden", "cell"
 SHUT = -1e4
@@ -64,6 +64,14 @@ class Core(Protocol):
 
     def __call__(self, x: Tensor, starts: Tensor, initial_state: Mapping[str, Tensor]) -> Tensor:
         """The same as `sequence`."""
+        ...
+
+    def padded(self, x: Tensor, flags: Tensor | None, initial_state: Mapping[str, Tensor]) -> Tensor:
+        """`sequence` over rows that are laid out already (resets.py), time-major: x [P, n, D] -> out [P, n, H].
+
+        flags: float32 [P, n, 1], 1 where no real step is, or None where every place is one; x is finite there too.
+        initial_state is zero for a sequence that begins with an episode's start.
+        """
         ...
 
 
@@ -181,18 +189,29 @@ class LSTMCore(nn.Module):
     def _whole(self, x: Tensor, starts: Tensor, hidden: Tensor, cell: Tensor) -> Tensor:
         """One kernel call per layer; zero state has been selected into column 0 already."""
         plan = plan_resets(starts)
-        # One call per layer even without resets, so that both forms round alike; a call over layers cannot reset.
-        out = x.transpose(0, 1) if plan is None else plan.spread(x)
-        for layer in range(self.num_layers):
-            if plan is not None and layer > 0:
-                out = plan.flag(out)
-            out = self._run_layer(layer, out, hidden[layer], cell[layer], plan)
-        return out.transpose(0, 1) if plan is None else plan.gather(out)
+        if plan is None:
+            return self._layers(x.transpose(0, 1), None, hidden, cell).transpose(0, 1)
+        return plan.gather(self._layers(plan.spread(x), plan.flags, hidden, cell))
 
-    def _run_layer(self, layer: int, x: Tensor, hidden: Tensor, cell: Tensor, plan: ResetPlan | None) -> Tensor:
+    def padded(self, x: Tensor, flags: Tensor | None, initial_state: Mapping[str, Tensor]) -> Tensor:
+        flagged = x if flags is None else torch.cat([x, flags], dim=2)
+        return self._layers(flagged, flags, initial_state[HIDDEN], initial_state[CELL])
+
+    def _layers(self, x: Tensor, flags: Tensor | None, hidden: Tensor, cell: Tensor) -> Tensor:
+        """x [P, n, D], or with flags [P, n, D + 1] -> [P, n, H].
+
+        One call per layer even without resets, so that both forms round alike; a call over layers cannot reset.
+        """
+        for layer in range(self.num_layers):
+            if flags is not None and layer > 0:
+                x = torch.cat([x, flags], dim=2)
+            x = self._run_layer(layer, x, hidden[layer], cell[layer], flags is not None)
+        return x
+
+    def _run_layer(self, layer: int, x: Tensor, hidden: Tensor, cell: Tensor, flagged: bool) -> Tensor:
         """x [P, n, D or D + 1] -> [P, n, H]."""
         weights = self.layer_weights(layer)
-        if plan is not None:
+        if flagged:
             weights = (torch.cat([weights[0], self.get_buffer("shut")], dim=1), *weights[1:])
         out, _, _ = torch.lstm(
             x.contiguous(),
@@ -251,6 +270,9 @@ class FeedForwardCore(nn.Module):
         return self.sequence(x, starts, initial_state)
 
     def sequence(self, x: Tensor, starts: Tensor, initial_state: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002
+        return torch.tanh_(self.linear(x))
+
+    def padded(self, x: Tensor, flags: Tensor | None, initial_state: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002
         return torch.tanh_(self.linear(x))
 
 

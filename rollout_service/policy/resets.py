@@ -9,8 +9,11 @@ their last step, where nothing is read.
     real step    0  1  2  3  4
     padded time  0  1  R  2  3  R  4  .
 
-Pure index arithmetic; read by recurrent.py only. Left to others: the state at the first column, chosen before the
-kernel runs.
+Places without a real step hold whatever row is at hand: what goes into a shut gate does not count, so long as it is
+finite, and nothing comes back from there.
+
+Pure index arithmetic; read by recurrent.py, and by the learner, which lays out a rollout once and takes minibatches
+from it. Left to others: the state at the first column, chosen before the kernel runs.
 
 Axis letters: T steps of a sequence, P padded steps, n sequences.
 """
@@ -34,13 +37,17 @@ class ResetPlan:
     """n"""
     real: Tensor
     """int64 [n * T]: the place of each real step, in env-major order."""
+    source: Tensor
+    """int64 [P * n]: the env-major row (sequence * T + step) that each place holds; 0 where no real step is."""
     flags: Tensor
     """float32 [P, n, 1]: 1 wherever no real step is."""
+    lengths: Tensor
+    """int64 [n]: padded steps up to and with each sequence's last real one; P is the largest."""
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Env-major rows [n, T, D] -> padded [P, n, D + 1]: zeros where no real step is, flags in the last channel."""
+        """Env-major rows [n, T, D] -> padded [P, n, D + 1]: any row where no real step is, flags in the last channel."""
         flat = rows.reshape(-1, rows.shape[-1])
-        padded = flat.new_zeros(self.num_steps * self.num_rows, flat.shape[1]).index_copy_(0, self.real, flat)
+        padded: Tensor = _PickRows.apply(flat, self.source, self.real)  # type: ignore[no-untyped-call]
         return self.flag(padded.view(self.num_steps, self.num_rows, -1))
 
     def flag(self, padded: Tensor) -> Tensor:
@@ -49,24 +56,31 @@ class ResetPlan:
 
     def gather(self, padded: Tensor) -> Tensor:
         """Padded [P, n, H] -> the real steps, env-major [n, T, H]."""
-        picked: Tensor = _PickRows.apply(padded.reshape(-1, padded.shape[-1]), self.real)  # type: ignore[no-untyped-call]
+        picked: Tensor = _PickRows.apply(  # type: ignore[no-untyped-call]
+            padded.reshape(-1, padded.shape[-1]), self.real, None
+        )
         return picked.view(self.num_rows, -1, padded.shape[-1])
 
 
 class _PickRows(torch.autograd.Function):
-    """index_select whose places all differ, so that its gradient is a copy; the general one adds, in 4x the time."""
+    """index_select whose gradient is a copy; the general one adds, in 4x the time.
+
+    Either all places differ, or `back` says which of the picked rows each row's gradient is.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, rows: Tensor, places: Tensor, back: Tensor | None) -> Tensor:
+        ctx.save_for_backward(places, back)
         ctx.num_rows = rows.shape[0]
         return rows.index_select(0, places)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        places, back = ctx.saved_tensors
         (gradient,) = gradients
-        return gradient.new_zeros(ctx.num_rows, gradient.shape[1]).index_copy_(0, places, gradient), None
+        if back is not None:
+            return gradient.index_select(0, back), None, None
+        return gradient.new_zeros(ctx.num_rows, gradient.shape[1]).index_copy_(0, places, gradient), None, None
 
 
 def plan_resets(starts: Tensor) -> ResetPlan | None:
@@ -74,20 +88,28 @@ def plan_resets(starts: Tensor) -> ResetPlan | None:
 
     None where nothing has to be inserted. T must be at least 1.
     """
+    plan = lay_out(starts)
+    return plan if plan.num_steps > starts.shape[1] else None
+
+
+def lay_out(starts: Tensor) -> ResetPlan:
+    """The same, also where nothing has to be inserted: then P is T."""
     num_rows, num_steps = starts.shape
     inner = starts.ne(0)
     inner[:, 0] = False
     shift = inner.cumsum(1)
-    extra = int(shift[:, -1].max())
-    if extra == 0:
-        return None
+    padded_steps = num_steps + int(shift[:, -1].max())
     place = (torch.arange(num_steps, device=starts.device) + shift) * num_rows
     place += torch.arange(num_rows, device=starts.device).unsqueeze(1)
     real = place.reshape(-1)
-    flags = torch.ones((num_steps + extra) * num_rows, device=starts.device).index_fill_(0, real, 0.0)
+    source = torch.zeros(padded_steps * num_rows, dtype=torch.int64, device=starts.device)
+    source[real] = torch.arange(num_rows * num_steps, device=starts.device)
+    flags = torch.ones(padded_steps * num_rows, device=starts.device).index_fill_(0, real, 0.0)
     return ResetPlan(
-        num_steps=num_steps + extra,
+        num_steps=padded_steps,
         num_rows=num_rows,
         real=real,
-        flags=flags.view(num_steps + extra, num_rows, 1),
+        source=source,
+        flags=flags.view(padded_steps, num_rows, 1),
+        lengths=num_steps + shift[:, -1],
     )

@@ -37,7 +37,7 @@ from rollout_service.control.messages import (
     Stop,
     Welcome,
 )
-from rollout_service.control.scheduling import Lockstep
+from rollout_service.control.scheduling import Lockstep, Patience
 from tests.control.world import ENVS, STEP_TIMEOUT_S, STEPS, ZERO, Peer, World, make_join, make_spec, started
 
 
@@ -87,10 +87,10 @@ def test_the_batch_goes_when_the_last_actor_has_committed() -> None:
     world.now += 2.5
     first.commit(grant_0)
     batch = learner.take(Batch)
-    assert (batch.update, batch.bank, batch.valid_steps, batch.versions) == (1, 0, (STEPS, 3), (1, 1))
+    assert (batch.update, batch.slots, batch.valid_steps, batch.versions) == (1, (0, 1), (STEPS, 3), (1, 1))
     assert batch.env_steps == ENVS * (STEPS + 3)
     assert not batch.last
-    formed = BatchFormed(1, ENVS * (STEPS + 3), waited_for=0, wait_s=2.5, partial=(1,))
+    formed = BatchFormed(1, ENVS * (STEPS + 3), waited_for=0, wait_s=2.5, partial=(1,), lags=(0, 0))
     assert world.events_of(BatchFormed) == [formed]
 
 
@@ -188,7 +188,7 @@ def test_ready_and_publish_sent_again_bring_the_batch_that_got_lost() -> None:
     assert learner.take(Batch) == batch
     learner.publish(batch)
     next_batch = fill(world, learner, actors, [actor.take(Grant) for actor in actors])
-    learner.tell(Publish(update=batch.update, version=2, bank=batch.bank))
+    learner.tell(Publish(update=batch.update, version=2))
     assert learner.take(Batch) == next_batch
     assert len(world.events_of(UpdateFinished)) == 1
 
@@ -388,7 +388,7 @@ def test_unsupervised_actors_get_the_next_free_place_and_incarnations_grow() -> 
 
 
 def late_world() -> tuple[World, Peer, list[Peer], list[Grant]]:
-    return started(scheduler=Lockstep(2, min_actors=1, deadline_s=30.0, first_deadline_s=30.0))
+    return started(scheduler=Lockstep(2, Patience(min_actors=1, deadline_s=30.0, first_deadline_s=30.0)))
 
 
 def test_after_the_deadline_the_bank_goes_without_the_late_actor() -> None:
@@ -496,11 +496,11 @@ def test_a_learners_goodbye_is_told_and_its_batch_dropped() -> None:
     assert world.counters == {"lost_learners": 1, "dropped_rollouts": 2, "dropped_env_steps": 2 * ENVS * STEPS}
 
 
-def test_a_publish_of_another_update_bank_or_version_is_refused() -> None:
+def test_a_publish_of_another_update_or_version_or_with_seeds_elsewhere_is_refused() -> None:
     world, learner, actors, grants = started()
     batch = fill(world, learner, actors, grants)
-    for wrong in ({"update": 2}, {"bank": 1}, {"version": 1}):
-        fields = {"update": batch.update, "bank": batch.bank, "version": 2, **wrong}
+    for wrong in ({"update": 2}, {"seeded": (0,)}, {"version": 1}):
+        fields = {"update": batch.update, "version": 2, **wrong}
         learner.tell(Publish(**fields))
         assert "publish" in learner.take(Refused).reason
     assert world.coordinator.updates_done == 0
@@ -718,7 +718,7 @@ def test_a_second_learner_is_refused_naming_the_first() -> None:
         Commit(slot=0, epoch=1, valid_steps=1, version=1),
         Abort(slot=0, epoch=1, reason="x"),
         Ready(version=1),
-        Publish(update=1, version=2, bank=0),
+        Publish(update=1, version=2),
         Pong(),
         Stop(reason="you stop"),
     ],

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollout_service.control.coordinator import Effect, Notify, Send
 from rollout_service.control.events import RolloutCommitted
-from rollout_service.control.ledger import Identity, SlotState
+from rollout_service.control.ledger import Identity, Ledger, SlotState
 from rollout_service.control.messages import (
     Abort,
     Batch,
@@ -27,10 +27,11 @@ from rollout_service.control.messages import (
     Publish,
     Ready,
     Refused,
+    Release,
     StartFrom,
     Stop,
 )
-from rollout_service.control.scheduling import Lockstep
+from rollout_service.control.scheduling import Lockstep, Patience, Streaming
 from tests.control.world import STEPS, Peer, World, make_join
 
 ACTORS = 2
@@ -64,15 +65,11 @@ class Actor:
 class CheckedWorld(World):
     """Watches everything that is sent."""
 
-    def __init__(self, deadline_s: float, min_actors: int, preempt_share: float) -> None:
+    def __init__(self, max_policy_lag: int, deadline_s: float, min_actors: int, preempt_share: float) -> None:
         self.min_actors, self.preempt_share = min_actors, preempt_share
-        scheduler = Lockstep(
-            ACTORS,
-            min_actors=min_actors,
-            deadline_s=deadline_s,
-            preempt_share=preempt_share,
-        )
-        super().__init__(ACTORS, scheduler=scheduler, total_updates=10**6)
+        patience = Patience(min_actors=min_actors, deadline_s=deadline_s, preempt_share=preempt_share)
+        scheduler = Streaming(ACTORS, max_policy_lag, patience) if max_policy_lag else Lockstep(ACTORS, patience)
+        super().__init__(ACTORS, scheduler=scheduler, total_updates=10**6, max_policy_lag=max_policy_lag)
         self.granted: dict[tuple[int, int], bytes] = {}
         self.epochs: dict[int, int] = {}
         self.accepted: set[tuple[int, int]] = set()
@@ -125,18 +122,22 @@ class CheckedWorld(World):
         if sent and sent[-1] == batch:
             return
         assert sum(version > 0 for version in batch.versions) >= self.min_actors
-        other = self.spec.bank(1 - batch.bank)
-        withheld = [slot for slot in other if self.coordinator._leases.ledger.state(slot) is SlotState.QUARANTINED]
-        assert batch.withheld == tuple(withheld)
+        ledger, newest = self.coordinator._leases.ledger, self.coordinator.version
+        assert newest is not None
+        if self.spec.max_policy_lag == 0:
+            bank, other = (tuple(self.spec.bank(b)) for b in (batch.slots[0] // ACTORS, 1 - batch.slots[0] // ACTORS))
+            late = [slot for slot in other if ledger.state(slot) is SlotState.QUARANTINED]
+            assert batch.slots == bank
+            assert batch.seed_into == tuple(None if slot in late else slot for slot in other)
+        else:
+            assert batch.seed_into == ()
         assert not sent or batch.update == sent[-1].update + 1
         sent.append(batch)
-        bank = self.spec.bank(batch.bank)
-        ledger = self.coordinator._leases.ledger
-        for slot, steps, version in zip(bank, batch.valid_steps, batch.versions, strict=True):
+        for slot, steps, version in zip(batch.slots, batch.valid_steps, batch.versions, strict=True):
             if version == 0:
                 assert steps == 0
                 continue
-            assert version == self.coordinator.version, "rows of an old policy"
+            assert newest - self.spec.max_policy_lag <= version <= newest, "rows of an old policy"
             row = (slot, ledger.epoch(slot))
             assert row in self.accepted, "trained without a commit"
             assert row not in self.handed_over, "trained twice"
@@ -147,18 +148,21 @@ class Run(RuleBasedStateMachine):
     """A run in which anything may happen at any time."""
 
     @initialize(
+        max_policy_lag=st.integers(0, 2),
         deadline_s=st.sampled_from([float("inf"), BATCH_DEADLINE_S]),
         min_actors=st.integers(1, ACTORS),
         preempt_share=st.sampled_from([0.5, 1.0]),
     )
-    def start(self, deadline_s: float, min_actors: int, preempt_share: float) -> None:
-        self.world = CheckedWorld(deadline_s, min_actors, preempt_share)
+    def start(self, max_policy_lag: int, deadline_s: float, min_actors: int, preempt_share: float) -> None:
+        self.world = CheckedWorld(max_policy_lag, deadline_s, min_actors, preempt_share)
         self.actors: dict[int, Actor] = {}
         self.gone: list[Actor] = []
         self.learner: Peer | None = None
         self.learner_ready = False
         self.batch: Batch | None = None
         self.last_publish: Publish | None = None
+        self.published: Batch | None = None
+        """The batch whose weights were published last."""
 
     # --- actors
 
@@ -264,7 +268,16 @@ class Run(RuleBasedStateMachine):
     @rule(seeds=st.sets(st.integers(0, ACTORS - 1)))
     def it_publishes(self, seeds: set[int]) -> None:
         assert self.batch is not None
-        self.publish(tuple(sorted(self.world.spec.bank(1 - self.batch.bank)[place] for place in seeds)))
+        targets = enumerate(self.batch.seed_into)
+        self.publish(tuple(slot for place, slot in targets if place in seeds and slot is not None))
+
+    @precondition(lambda self: self.batch is not None and self.world.spec.max_policy_lag > 0)
+    @rule(too_late=st.booleans())
+    def it_releases_what_it_has_copied(self, too_late: bool) -> None:
+        assert self.batch is not None
+        assert self.learner is not None
+        self.learner.tell(Release(update=self.batch.update - too_late))
+        self.read_all_mail()
 
     @precondition(lambda self: self.learner is not None and self.last_publish is not None)
     @rule()
@@ -312,7 +325,7 @@ class Run(RuleBasedStateMachine):
         if late_for_good:
             self.time_passes(BATCH_DEADLINE_S)
         if publishes and self.batch is not None:
-            self.publish(tuple(self.world.spec.bank(1 - self.batch.bank)))
+            self.publish(tuple(slot for slot in self.batch.seed_into if slot is not None))
 
     # --- laws
 
@@ -327,7 +340,25 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def the_report_counts_every_slot(self) -> None:
-        assert sum(self.world.coordinator.report(self.world.now)["slots"].values()) == 2 * ACTORS
+        slots = self.world.coordinator.report(self.world.now)["slots"]
+        assert sum(slots.values()) == self.world.spec.num_slots
+
+    @invariant()
+    def no_committed_rollout_is_lost_in_silence(self) -> None:
+        counters = self.world.counters
+        ready = {(slot, self.ledger.epoch(slot)) for slot in self.ledger.ready()}
+        lost = self.world.accepted - self.world.handed_over - ready
+        assert len(lost) <= counters.get("dropped_over_lag", 0) + counters.get("dropped_rollouts", 0)
+
+    @invariant()
+    def nothing_is_collected_that_would_be_too_old(self) -> None:
+        """At most one batch per update that collection may be ahead, and the one that the learner waits for."""
+        slots = self.world.coordinator.report(self.world.now)["slots"]
+        assert slots["leased"] + slots["ready"] <= ACTORS * (self.world.spec.max_policy_lag + 1)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.world.coordinator._leases.ledger
 
     def teardown(self) -> None:
         """While one actor and the learner live, the run goes on."""
@@ -369,8 +400,8 @@ class Run(RuleBasedStateMachine):
         assert self.batch is not None
         assert self.learner is not None
         version = (self.world.coordinator.version or 0) + 1
-        publish = Publish(update=self.batch.update, version=version, bank=self.batch.bank, seeded=seeded)
-        self.last_publish, self.batch = publish, None
+        publish = Publish(update=self.batch.update, version=version, seeded=seeded)
+        self.last_publish, self.published, self.batch = publish, self.batch, None
         self.learner.tell(publish)
         self.read_all_mail()
 
@@ -394,7 +425,8 @@ class Run(RuleBasedStateMachine):
             assert not actor.moved
             assert publish is not None
             assert (finished.slot, finished.epoch) in self.world.handed_over
-            assert finished.slot in self.world.spec.bank(publish.bank)
+            assert self.published is not None
+            assert finished.slot in self.published.slots
             assert finished.valid_steps > 0
             assert grant.slot in publish.seeded
 

@@ -29,6 +29,7 @@ from rollout_service.control.messages import (
     Publish,
     Ready,
     Refused,
+    Release,
     Role,
     StartFrom,
     Status,
@@ -63,8 +64,9 @@ EVERY_MESSAGE = (
     ),
     Committed(slot=1, epoch=2, accepted=False),
     Abort(slot=1, epoch=2, reason="why"),
-    Batch(update=1, bank=0, valid_steps=(8, 0), versions=(1, 0), env_steps=16, last=True),
-    Publish(update=1, version=2, bank=0, seeded=(2, 3), metrics={"loss": 0.1}, seconds={"gae": 1.0}, checkpoint="c"),
+    Batch(update=1, slots=(0, 1), seed_into=(2, None), valid_steps=(8, 0), versions=(1, 0), env_steps=16, last=True),
+    Release(update=1),
+    Publish(update=1, version=2, seeded=(2, 3), metrics={"loss": 0.1}, seconds={"gae": 1.0}, checkpoint="c"),
     Stop(reason="finished"),
     Bye(reason="x", traceback="y"),
     Heartbeat(role=Role.LEARNER, pid=7, progress=9, phase="epoch"),
@@ -93,7 +95,6 @@ def test_numpy_scalars_arrive_as_python_values() -> None:
     publish = Publish(
         update=np.int64(1),
         version=np.uint64(2),
-        bank=0,
         seeded=(np.int32(3),),
         metrics={"loss": np.float32(0.5), "nan": float("nan"), "inf": np.float64("inf")},
     )
@@ -109,7 +110,7 @@ def test_numpy_scalars_arrive_as_python_values() -> None:
 
 def test_an_array_is_refused_by_the_name_of_its_field() -> None:
     with pytest.raises(ValidationError, match=r"metrics\.loss"):
-        Publish(update=1, version=2, bank=0, metrics={"loss": np.zeros(3)})
+        Publish(update=1, version=2, metrics={"loss": np.zeros(3)})
 
 
 def test_a_space_of_200_leaves_fits() -> None:
@@ -126,7 +127,7 @@ def test_too_much_is_refused_by_the_name_of_its_field() -> None:
     with pytest.raises(MessageRejected, match=r"statusreport\.report alone takes 20\d{5}"):
         encode(StatusReport(report={"text": "x" * 2_000_000}))
     with pytest.raises(MessageRejected, match=r"publish is \d+ bytes, the limit is 1048576; publish\.metrics alone"):
-        encode(Publish(update=1, version=2, bank=0, metrics={f"metric_{i:060d}": 0.0 for i in range(20_000)}))
+        encode(Publish(update=1, version=2, metrics={f"metric_{i:060d}": 0.0 for i in range(20_000)}))
 
 
 def test_what_msgpack_cannot_carry_is_refused() -> None:
@@ -144,7 +145,7 @@ def test_what_msgpack_cannot_carry_is_refused() -> None:
         (b"\x81" * 5000, "not msgpack"),
         (b"\x91" * 100_000, "not msgpack"),
         (b"x" * (MAX_MESSAGE_BYTES + 1), "message of 1048577 bytes, the limit is 1048576"),
-        (msgpack.packb({"v": 99, "type": "pong"}), "protocol version 99, this side speaks 1"),
+        (msgpack.packb({"v": 99, "type": "pong"}), "protocol version 99, this side speaks 2"),
         (msgpack.packb({"type": "pong"}), "protocol version None"),
         (raw(type="pickle"), "unknown message type 'pickle'"),
         (raw(type=7), "unknown message type 7"),
@@ -158,7 +159,7 @@ def test_what_msgpack_cannot_carry_is_refused() -> None:
         (raw(type="refused", reason="x" * 9000), "refused.reason: String should have at most 8192"),
         (raw(type="pong", stopping=1), "pong.stopping: Input should be a valid boolean"),
         (raw(type="hello", role="boss", pid=1), "hello.role"),
-        (raw(type="batch", update=1, bank=0, valid_steps=["8"], versions=[1], env_steps=1), "batch.valid_steps.0"),
+        (raw(type="batch", update=1, slots=[0], valid_steps=["8"], versions=[1], env_steps=1), "batch.valid_steps.0"),
     ],
 )
 def test_what_is_no_message_is_refused_in_one_line(data: bytes, says: str) -> None:

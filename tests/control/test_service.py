@@ -126,7 +126,7 @@ class Service:
             match client.receive(DEADLINE_S):
                 case Batch() as batch:
                     version += 1
-                    client.send(Publish(update=batch.update, version=version, bank=batch.bank))
+                    client.send(Publish(update=batch.update, version=version))
         client.bye("finished")
         client.close()
 
@@ -281,11 +281,11 @@ def answering(data: bytes) -> Iterator[str]:
 
 def test_a_refusal_in_another_protocol_version_is_a_refusal_at_once_that_names_both_versions() -> None:
     of_this_release = encode(Refused(reason="whatever the other release says"))
-    of_another = of_this_release.replace(b"\xa1v\x01", b"\xa1v\x02", 1)
+    of_another = of_this_release.replace(b"\xa1v\x02", b"\xa1v\x01", 1)
     assert of_another != of_this_release
     with answering(of_another) as endpoint:
         client = Client(endpoint, Hello(role=Role.ACTOR, pid=1), connect_deadline_s=DEADLINE_S)
-        with pytest.raises(HandshakeRefused, match="protocol version 2, this side speaks 1; install the same release"):
+        with pytest.raises(HandshakeRefused, match="protocol version 1, this side speaks 2; install the same release"):
             client.connect()
         client.close()
 

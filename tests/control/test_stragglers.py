@@ -21,7 +21,7 @@ from rollout_service.control.messages import (
     StartFrom,
     Stop,
 )
-from rollout_service.control.scheduling import Lockstep
+from rollout_service.control.scheduling import Lockstep, Patience
 from rollout_service.control.waits import WORTH_A_WORD_S
 from tests.control.world import ENVS, STEPS, Peer, World, make_join, started
 
@@ -31,7 +31,7 @@ MIN_STEPS = 2
 
 def preempting(num_actors: int = 4, share: float = 0.75) -> tuple[World, Peer, list[Peer], list[Grant]]:
     """A run whose actors hold the first bank and have sent a heartbeat each."""
-    scheduler = Lockstep(num_actors, preempt_share=share, preempt_min_steps=MIN_STEPS)
+    scheduler = Lockstep(num_actors, Patience(preempt_share=share, preempt_min_steps=MIN_STEPS))
     world, learner, actors, grants = started(num_actors, scheduler=scheduler)
     for actor in actors:
         actor.beat(0, "env.step")
@@ -47,7 +47,9 @@ def heard(actor: Peer) -> list[Any]:
 def with_deadline(
     num_actors: int = 3, min_actors: int = 1, **rules: Any
 ) -> tuple[World, Peer, list[Peer], list[Grant]]:
-    scheduler = Lockstep(num_actors, min_actors=min_actors, deadline_s=DEADLINE_S, first_deadline_s=DEADLINE_S)
+    scheduler = Lockstep(
+        num_actors, Patience(min_actors=min_actors, deadline_s=DEADLINE_S, first_deadline_s=DEADLINE_S)
+    )
     return started(num_actors, scheduler=scheduler)
 
 
@@ -90,7 +92,7 @@ def test_a_request_that_was_lost_comes_again_with_every_heartbeat_until_the_comm
 
 
 def test_an_actor_whose_heartbeat_is_not_known_yet_is_asked_at_its_first() -> None:
-    _, _, actors, grants = started(2, scheduler=Lockstep(2, preempt_share=0.5, preempt_min_steps=1))
+    _, _, actors, grants = started(2, scheduler=Lockstep(2, Patience(preempt_share=0.5, preempt_min_steps=1)))
     commit(actors, grants, 0)
     actors[1].beat(0, "env.step")
     assert heard(actors[1]) == [Pong(run_id="run-1"), Preempt(slot=1, epoch=1, min_steps=1)]
@@ -131,7 +133,7 @@ def test_the_next_lease_of_a_preempted_actor_goes_on_from_its_seed_and_is_not_pr
 
 def test_partial_rollouts_make_more_updates_out_of_the_same_steps() -> None:
     """Ten full rollouts' worth of steps; each update brings one full slot and a quarter of another: 16 of them."""
-    scheduler = Lockstep(2, preempt_share=0.5, preempt_min_steps=2)
+    scheduler = Lockstep(2, Patience(preempt_share=0.5, preempt_min_steps=2))
     world, learner, actors, grants = started(2, scheduler=scheduler, total_updates=10)
     full, steps, lasts = world.spec.steps_per_rollout, 0, []
     while world.coordinator.stopped is None:
@@ -219,13 +221,13 @@ def test_a_late_actor_is_neither_granted_nor_waited_for_until_it_lets_go() -> No
     for _ in range(4):
         batch = learner.take(Batch)
         assert batch.valid_steps == (STEPS, STEPS, 0)
-        withheld.append((batch.bank, batch.withheld))
-        learner.publish(batch, seeded=tuple(slot for slot in world.spec.bank(1 - batch.bank) if slot not in (2, 5)))
+        withheld.append(batch.seed_into)
+        learner.publish(batch, seeded=batch.seed_into[:2])
         assert not actors[2].got(Grant)
         world.now += 1.0
         for actor in actors[:2]:
             actor.commit(actor.take(Grant))
-    assert withheld == [(0, ()), (1, (2,)), (0, ()), (1, (2,))]
+    assert withheld == [(3, 4, 5), (0, 1, None), (3, 4, 5), (0, 1, None)]
     assert world.coordinator.report(world.now)["slots"]["quarantined"] == 1
     assert world.coordinator.report(world.now)["actors"][2]["state"] == "late"
 
@@ -263,7 +265,7 @@ def test_a_late_actor_that_gives_its_lease_back_is_granted_again() -> None:
 
 
 def test_a_place_that_nobody_took_is_waited_for_again_once_somebody_has_joined() -> None:
-    scheduler = Lockstep(2, min_actors=1, first_deadline_s=DEADLINE_S)
+    scheduler = Lockstep(2, Patience(min_actors=1, first_deadline_s=DEADLINE_S))
     world = World(2, scheduler=scheduler)
     learner, first = world.learner(), world.actor(0)
     first.commit(first.take(Grant))
@@ -291,7 +293,7 @@ def test_a_place_that_nobody_took_is_waited_for_again_once_somebody_has_joined()
 
 
 def first_deadline(num_actors: int = 2) -> World:
-    world = World(num_actors, scheduler=Lockstep(num_actors, min_actors=1, first_deadline_s=DEADLINE_S))
+    world = World(num_actors, scheduler=Lockstep(num_actors, Patience(min_actors=1, first_deadline_s=DEADLINE_S)))
     world.tick()
     return world
 

@@ -114,12 +114,11 @@ class Peer:
         self.tell(Commit(slot=grant.slot, epoch=grant.epoch, **{**fields, **changes}))
 
     def publish(self, batch: Batch, seeded: tuple[int, ...] | None = None, **changes: Any) -> None:
-        spec = self.world.spec
         fields: dict[str, Any] = {
             "version": (self.world.coordinator.version or 0) + 1,
-            "seeded": tuple(spec.bank(1 - batch.bank)) if seeded is None else seeded,
+            "seeded": tuple(slot for slot in batch.seed_into if slot is not None) if seeded is None else seeded,
         }
-        self.tell(Publish(update=batch.update, bank=batch.bank, **{**fields, **changes}))
+        self.tell(Publish(update=batch.update, **{**fields, **changes}))
 
     def beat(self, progress: int, phase: str) -> None:
         """A heartbeat, from this process's other socket."""

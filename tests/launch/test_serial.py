@@ -9,7 +9,7 @@ import pytest
 
 from rollout_service import checkpoint as checkpoints
 from rollout_service.config import TrainConfig
-from rollout_service.errors import EnvFault
+from rollout_service.errors import ConfigError, EnvFault
 from rollout_service.launch.serial import SerialUpdate, run_serial
 from tests.fixtures.training import serial_run, small_config
 
@@ -54,6 +54,11 @@ def test_a_small_maze_is_learned_in_seconds() -> None:
     result = run_serial(config)
     assert result["return_mean"] > 0.9
     assert result["counters"].get("seed_mismatches", 0) == 0
+
+
+def test_a_policy_lag_has_no_meaning_in_one_thread() -> None:
+    with pytest.raises(ConfigError, match=r"max_policy_lag 0, not 2.*leave --serial out"):
+        run_serial(small_config(max_policy_lag=2))
 
 
 def test_checkpoints_are_written_first_at_the_interval_and_last(tmp_path: Path) -> None:

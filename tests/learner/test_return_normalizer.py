@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from learner.return_normalizer import ReturnNormalizer
+from learner.return_normalizer import ReturnNormalizer, turns
 from rollout_service.errors import ShapeError
 
 
@@ -104,3 +104,30 @@ def test_nothing_seen_means_a_factor_of_one() -> None:
 def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"\[2, T\]"):
         ReturnNormalizer(2, 0.9).update(rows(1), flags(0), flags(1), np.ones(1))
+
+
+def test_an_env_that_comes_twice_goes_on_where_it_came_first_and_one_left_out_keeps_its_place() -> None:
+    """Env 2's two sequences are one of six steps; env 0 has a pause."""
+    mixed, alone = ReturnNormalizer(3, 0.5), ReturnNormalizer(3, 0.5)
+    rewards = np.arange(1.0, 13.0).reshape(4, 3)
+    ends, valid = np.zeros((4, 3), bool), np.ones((4, 3), bool)
+    ends[1, 1] = True
+    mixed.update(rewards[:1], ends[:1], valid[:1], np.ones(1), np.array([0]))
+    mixed.update(rewards[1:3], ends[1:3], valid[1:3], np.array([1, 0]), np.array([2, 2]))
+    mixed.update(rewards[3:], ends[3:], valid[3:], np.zeros(1), np.array([0]))
+    first = by_hand([*rewards[0], *rewards[3]], [0] * 6, 0.5)
+    second = by_hand([*rewards[1], *rewards[2]], [0, 1, 0, 0, 0, 0], 0.5)
+    assert mixed.count == 12
+    assert mixed.mean == pytest.approx(np.mean(first + second))
+    assert mixed.variance == pytest.approx(np.var(first + second))
+    assert mixed.carried.tolist() == pytest.approx([0.5 * first[-1], 0.0, 0.5 * second[-1]])
+    alone.update(rewards[1:], ends[1:], valid[1:], np.array([1, 0, 1]), np.array([2, 2, 1]))
+    assert alone.carried.tolist() == pytest.approx(
+        [0.0, 0.5 * by_hand(list(rewards[3]), [0] * 3, 0.5)[-1], 0.5 * second[-1]]
+    )
+
+
+def test_turns_have_every_env_at_most_once_in_the_order_of_its_coming() -> None:
+    assert [turn.tolist() for turn in turns(np.array([4, 5, 0, 4, 4, 5]))] == [[0, 1, 2], [3, 5], [4]]
+    assert [turn.tolist() for turn in turns(np.array([3, 1, 2]))] == [[0, 1, 2]]
+    assert turns(np.array([], np.int64)) == []

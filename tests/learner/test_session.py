@@ -11,7 +11,7 @@ import pytest
 from learner.session import LearnerSession
 from rollout_service import checkpoint as checkpoints
 from rollout_service.control.client import PulseState
-from rollout_service.control.messages import Batch, Grant, Message, Publish, Ready, StartFrom, Stop, Welcome
+from rollout_service.control.messages import Batch, Grant, Message, Publish, Ready, Release, StartFrom, Stop, Welcome
 from rollout_service.errors import CheckpointError, ProtocolError
 from rollout_service.launch.probe import build_run_spec
 from rollout_service.launch.serial import run_serial, weights_digest
@@ -82,11 +82,23 @@ class Service:
         assert commit.counters.get("seed_mismatches", 0) == 0
         return Batch(
             update=update,
-            bank=bank,
+            slots=(bank,),
             valid_steps=(commit.valid_steps,),
             versions=(commit.version,),
             env_steps=update * 32,
             last=last,
+            seed_into=(1 - bank,),
+        )
+
+    def stream(self, update: int, *slots: int) -> Batch:
+        """A batch as it comes in streaming: these slots, filled one after the other."""
+        for slot in slots:
+            self.epoch += 1
+            start = StartFrom.FRESH if self.epoch == 1 else StartFrom.CARRY
+            self.actor.fill(Grant(slot=slot, epoch=self.epoch, version=self.session.version, start=start, update=1))
+        versions = (self.session.version,) * len(slots)
+        return Batch(
+            update=update, slots=slots, valid_steps=(16,) * len(slots), versions=versions, env_steps=update * 32
         )
 
     def close(self) -> None:
@@ -133,7 +145,7 @@ def test_a_batch_is_answered_with_weights_seeds_and_figures(service: Service) ->
         service.session.learn(service.fill(update))
         published = service.client.sent[-1]
         assert isinstance(published, Publish)
-        assert (published.update, published.version, published.bank) == (update, update + 1, (update + 1) % 2)
+        assert (published.update, published.version) == (update, update + 1)
         assert published.seeded == (update % 2,)
         assert published.metrics["valid_rows"] == 32
         assert "update" in published.seconds
@@ -274,3 +286,66 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_unasked(se
     with pytest.raises(CheckpointError, match="no usable checkpoint is left"):
         service.session.prepare(resume=True)
     assert saved(service) == [0]
+
+
+def test_a_withheld_place_is_neither_seeded_nor_called_so(service: Service) -> None:
+    service.session.prepare(resume=False)
+    other = {f.name: service.memory.array(f.name)[1].tobytes() for f in service.memory.fields}
+    service.session.learn(service.fill(1).model_copy(update={"seed_into": (None,)}))
+    published = service.client.sent[-1]
+    assert isinstance(published, Publish)
+    assert published.seeded == ()
+    assert {f.name: service.memory.array(f.name)[1].tobytes() for f in service.memory.fields} == other
+
+
+def test_seeds_that_are_not_for_the_other_bank_are_refused(service: Service) -> None:
+    service.session.prepare(resume=False)
+    batch = service.fill(1).model_copy(update={"seed_into": (7,)})
+    with pytest.raises(ProtocolError, match=r"batch 1 has seeds for slots \(7,\)"):
+        service.session.learn(batch)
+
+
+def test_a_batch_that_comes_again_is_answered_again_and_not_learned_twice(service: Service) -> None:
+    service.session.prepare(resume=False)
+    batch = service.fill(1)
+    service.session.learn(batch)
+    weights = weights_digest(service.session.trainer.weights())
+    service.session.learn(batch)
+    assert service.client.sent[-1] == service.client.sent[-2]
+    assert weights_digest(service.session.trainer.weights()) == weights
+    assert service.session.version == 2
+
+
+@pytest.fixture
+def streaming(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path, max_policy_lag=2)
+    made.session.prepare(resume=False)
+    yield made
+    made.close()
+
+
+def test_in_streaming_the_slots_are_released_before_the_first_minibatch_and_never_in_lockstep(
+    service: Service, streaming: Service
+) -> None:
+    def first_minibatch() -> bool:
+        assert streaming.client.sent[-1] == Release(update=1)
+        return False
+
+    streaming.session._between_minibatches = first_minibatch  # type: ignore[method-assign]
+    streaming.session.learn(streaming.stream(1, 2, 0))
+    assert [type(message) for message in streaming.client.sent] == [Ready, Release, Publish]
+    service.session.prepare(resume=False)
+    service.session.learn(service.fill(1))
+    assert [type(message) for message in service.client.sent] == [Ready, Publish]
+
+
+def test_in_streaming_nothing_is_seeded_and_the_lag_is_told(streaming: Service) -> None:
+    streaming.session.learn(streaming.stream(1, 2, 0))
+    old = streaming.stream(3, 1)
+    streaming.session.learn(streaming.stream(2, 2))
+    streaming.session.learn(old)
+    published = [message for message in streaming.client.sent if isinstance(message, Publish)]
+    assert [message.seeded for message in published] == [()] * 3
+    assert [message.metrics["policy_lag_max"] for message in published] == [0.0, 0.0, 1.0]
+    assert [message.metrics["valid_rows"] for message in published] == [64, 32, 32]
+    assert [message.version for message in published] == [2, 3, 4]

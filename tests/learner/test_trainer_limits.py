@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from learner.trainer import Outcome
+from learner.epochs import Outcome
 from tests.fixtures.training import serial_run, small_config
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.trainer import Outcome, Trainer, UpdateReport
+from learner.epochs import Outcome
+from learner.trainer import Trainer, UpdateReport
 from rollout_service.config import Device, Schedule
 from rollout_service.errors import ConfigError, RunFailed, ShapeError
 from rollout_service.launch.probe import build_run_spec

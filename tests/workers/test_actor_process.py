@@ -115,9 +115,9 @@ def test_an_actor_fills_its_grants_and_carries_its_state_from_one_to_the_next(se
     for update in (1, 2):
         assert batch is not None
         assert (batch.update, batch.valid_steps) == (update, (8,))
-        first_cells.append(service.rig.rollout(batch.bank)["cell"][:, 0, 0, 0].copy())
+        first_cells.append(service.rig.rollout(batch.slots[0] // service.rig.spec.num_actors)["cell"][:, 0, 0, 0].copy())
         service.rig.weights.publish(update, service.rig.policy.to_arrays())
-        publish = Publish(update=update, version=update, bank=batch.bank)
+        publish = Publish(update=update, version=update)
         batch = service.learner.exchange(publish, Batch, deadline_s=DEADLINE_S)
     np.testing.assert_allclose(first_cells, [[0.0, 0.0], [0.8, 0.8]], atol=1e-5)
     service.stop()
@@ -190,7 +190,7 @@ def test_fast_actors_wait_for_a_slow_learner_and_every_slot_is_read_once(service
     for update in (1, 2, 3):
         assert batch is not None
         assert batch.valid_steps == (8, 8, 8)
-        slots = service.rig.spec.bank(batch.bank)
+        slots = batch.slots
         read.append((batch.update, tuple(service.rig.memory.header(slot).committed_epoch for slot in slots)))
         if update == 2:
             assert learner.receive(1.0) is None, "a batch that was not asked for"
@@ -202,7 +202,7 @@ def test_fast_actors_wait_for_a_slow_learner_and_every_slot_is_read_once(service
                 "quarantined": 0,
             }
         service.rig.weights.publish(update, service.rig.policy.to_arrays())
-        publish = Publish(update=update, version=update, bank=batch.bank)
+        publish = Publish(update=update, version=update)
         batch = learner.exchange(publish, Batch, deadline_s=DEADLINE_S)
     assert read == [(1, (1, 1, 1)), (2, (1, 1, 1)), (3, (2, 2, 2))]
     assert all(actor.memory_info().rss - was < RSS_GROWTH for actor, was in zip(actors, before, strict=True))

@@ -16,7 +16,7 @@ from rollout_service.control.coordinator import Coordinator
 from rollout_service.control.endpoints import remove_socket_directory, socket_endpoint
 from rollout_service.control.events import BatchFormed, RolloutCommitted
 from rollout_service.control.messages import Batch, Commit, Grant, Hello, Preempt, Publish, Ready, Role, StartFrom
-from rollout_service.control.scheduling import Lockstep
+from rollout_service.control.scheduling import Lockstep, Patience
 from rollout_service.control.server import Server
 from rollout_service.control.transport import Router
 from rollout_service.memory.segment import new_run_token
@@ -76,7 +76,7 @@ def receive(client: Client, kind: type[Grant]) -> Grant:
 def preempting(length: int) -> Iterator[Preempted]:
     while not GatedEnv.waiting.empty():
         GatedEnv.waiting.get()
-    rules = Lockstep(2, preempt_share=0.5, preempt_min_steps=MIN_STEPS)
+    rules = Lockstep(2, Patience(preempt_share=0.5, preempt_min_steps=MIN_STEPS))
     endpoint = socket_endpoint(new_run_token())
     with make_rig(
         "tests.fixtures.envs:GatedEnv", {"length": length}, num_actors=2, envs_per_actor=2, num_steps=8, counter=True
@@ -136,7 +136,7 @@ def test_a_lease_ends_after_the_step_in_which_it_was_preempted_and_no_sooner_tha
         assert batch is not None
         assert batch.valid_steps == (8, MIN_STEPS)
         run.rig.weights.publish(1, run.rig.policy.to_arrays())
-        run.learner.send(Publish(update=1, version=1, bank=0))
+        run.learner.send(Publish(update=1, version=1))
         grant = receive(run.fast, Grant)
         run.let_through(*step, *step, *step, "step")
         run.commit_fast(grant)
@@ -164,7 +164,7 @@ def test_an_actor_that_is_stuck_in_a_reset_commits_right_after_it_and_resets_the
         batch = run.learner.exchange(Ready(version=0), Batch, deadline_s=DEADLINE_S)
         assert batch is not None
         run.rig.weights.publish(1, run.rig.policy.to_arrays())
-        run.learner.send(Publish(update=1, version=1, bank=0))
+        run.learner.send(Publish(update=1, version=1))
         receive(run.fast, Grant)
         run.let_through("reset", "step", "step")
         eventually(lambda: not GatedEnv.waiting.empty(), DEADLINE_S, "the second step of the new lease")

@@ -1,0 +1,131 @@
+"""A batch laid out for the epochs: everything that is the same in every minibatch is worked out once.
+
+    PaddedBatch    observations as the network reads them, reset steps inserted, time-major; once per rollout
+    minibatch      some env rows, cut into blocks of a few rows with about as many inserted steps each
+    Block          the rows of one block: one gather per field, ready for `ActorCritic.evaluate_padded`
+
+Blocks depend on the rows alone, never on the number of threads, so neither does any result. A block is small enough for
+the core's cache, and large enough to fill its registers: 4, 8 or 16 rows of an LSTM of 128 take 0.47, 0.40 and 0.40 ms
+a row, forward and backward, and 64 rows at once 0.66.
+
+Who calls: the epochs loop. What must never happen: contents of a row that is not valid in any sum. Left to others: the
+loss, the order of rows, threads.
+
+Axis letters: T steps, P padded steps of the batch, p of a block, N envs of the batch, n of a block, L layers, H
+hidden_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from learner.sequences import SequenceBatch
+from rollout_service.policy.actor_critic import ActorCritic, NetworkRows
+from rollout_service.policy.resets import lay_out
+
+Rows = NDArray[np.int64]
+
+BLOCK_ROWS: Final = 8
+"""Rows of one block, at most."""
+IMAGE_BLOCK_ROWS: Final = 2
+"""The same where convolutions come first: they are most of the work, and gain nothing from more rows."""
+SPLIT_ROWS: Final = 8
+"""A minibatch of so many rows is cut in two even if it were one block, so that two threads can share it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """n rows of a minibatch, time-major, padded to p steps. Flat fields are [p * n]."""
+
+    num_steps: int
+    """p"""
+    inputs: NetworkRows
+    actions: Tensor
+    flags: Tensor | None
+    """float32 [p, n, 1]: 1 where no real step is; None if every place is one."""
+    initial_state: dict[str, Tensor]
+    """[L, n, H], zero for rows that begin an episode."""
+    old_log_probs: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    valid: Tensor
+    """bool: a real step, and valid."""
+
+
+class PaddedBatch:
+    """A batch as the epochs read it. Owns copies, so far as they differ from the batch."""
+
+    def __init__(self, batch: SequenceBatch, policy: ActorCritic) -> None:
+        """Statistics of the policy must not change while it is in use. The batch has a row and a column at least."""
+        with torch.no_grad():
+            valid = batch.valid
+            # A row past the end counts as ended, and a reset in front of it would lengthen the sequence for nothing.
+            starts = batch.episode_starts.ne(0) & valid
+            starts[:, 0] |= ~valid[:, 0]
+            plan = lay_out(starts)
+            places = (plan.num_steps, plan.num_rows)
+            real = plan.flags.view(places).eq(0)
+            self._source = plan.source.view(places)
+            self._flags = plan.flags
+            self._valid = valid.reshape(-1)[plan.source].view(places) & real
+            fields = (batch.old_log_probs, batch.old_values, batch.advantages, batch.returns)
+            flat = torch.stack([field.reshape(-1) for field in fields])
+            self._numbers = flat[:, plan.source].view(4, *places).masked_fill_(~self._valid, 0.0)
+            self._inputs = policy.network_rows(batch.obs_seq, valid)
+            actions = batch.actions.flatten(0, 1)
+            keep = valid.reshape(-1, *(1,) * (actions.dim() - 1))
+            self._actions = actions.masked_fill(~keep, policy.spaces.action.start)
+            self._state = {
+                name: state.masked_fill(starts[:, :1], 0.0) for name, state in batch.initial_state.items()
+            }
+        self.num_steps = batch.valid.shape[1]
+        self.lengths: Rows = plan.lengths.cpu().numpy()
+        """int64 [N]: padded steps of every row."""
+        self.counts: Rows = valid.sum(1).cpu().numpy()
+        """int64 [N]: valid steps of every row."""
+        self._block_rows = IMAGE_BLOCK_ROWS if self._inputs.images else BLOCK_ROWS
+        self._whole = batch.valid.device.type != "cpu"
+
+    def split(self, rows: Rows) -> list[Rows]:
+        """The rows of a minibatch as blocks: alike in number and, as far as that goes, in padded steps."""
+        if self._whole:
+            return [rows]
+        ordered = rows[np.argsort(self.lengths[rows], kind="stable")]
+        return [np.asarray(part) for part in np.array_split(ordered, num_blocks(len(rows), self._block_rows))]
+
+    def take(self, rows: Rows) -> Block:
+        """The contents of a block."""
+        steps = int(self.lengths[rows].max())
+        chosen = torch.from_numpy(rows).to(self._source.device)
+        source = self._source[:steps].index_select(1, chosen).view(-1)
+        numbers = self._numbers[:, :steps].index_select(2, chosen).view(4, -1)
+        return Block(
+            num_steps=steps,
+            inputs=self._inputs.take(source),
+            actions=self._actions.index_select(0, source),
+            flags=self._flags[:steps].index_select(1, chosen) if steps > self.num_steps else None,
+            initial_state={name: state.index_select(1, chosen) for name, state in self._state.items()},
+            old_log_probs=numbers[0],
+            old_values=numbers[1],
+            advantages=numbers[2],
+            returns=numbers[3],
+            valid=self._valid[:steps].index_select(1, chosen).view(-1),
+        )
+
+
+def num_blocks(rows: int, block_rows: int = BLOCK_ROWS) -> int:
+    """Blocks of a minibatch of so many rows."""
+    fewest = -(-rows // block_rows)
+    return max(fewest, 2) if rows >= SPLIT_ROWS else fewest
+
+
+def parts(order: NDArray[Any], size: int) -> list[NDArray[Any]]:
+    """Minibatches of `size` rows each, the last one maybe smaller."""
+    return [order[begin : begin + size] for begin in range(0, len(order), size)]

@@ -1,0 +1,208 @@
+"""The epochs of one update: minibatches of whole env rows, clipped PPO, one optimiser step each.
+
+    batch -> shuffled minibatches -> forward, loss, gradient, clip -> Adam      epochs x minibatches times
+
+Writer and reader: the trainer, one thread. Writes the policy's parameters and the optimiser's moments, nothing else.
+What must never happen: a stop in the middle of a minibatch. Left to others: what a stopped update is rolled back to,
+advantages, statistics, checkpoints' files.
+
+Axis letters: T steps, n envs of a minibatch, N envs of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from learner.ppo import PpoSettings, ppo_loss
+from learner.sequences import Generator, SequenceBatch
+from rollout_service.config import TrainConfig
+from rollout_service.errors import RunFailed
+from rollout_service.policy.actor_critic import ActorCritic, SequenceEvaluation
+
+KL_MARGIN: Final = 1.5
+"""An update stops once the approximate KL of a minibatch exceeds this times target_kl."""
+
+
+class Outcome(Enum):
+    """How an update ended."""
+
+    COMPLETE = "complete"
+    STOPPED_BY_KL = "stopped_by_kl"
+    SKIPPED = "skipped"
+    """Not one valid row: weights are as before."""
+    ABANDONED = "abandoned"
+    """`should_stop` said so: the trainer is as before the update."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one block gives."""
+
+    gradients: tuple[Tensor, ...]
+    terms: Terms
+
+
+class Epochs:
+    """The optimiser over a policy's parameters, and the loops that feed it."""
+
+    def __init__(self, policy: ActorCritic, config: TrainConfig) -> None:
+        """policy: on its device already; its parameters become views of the optimiser's vector."""
+        self.policy = policy
+        self.config = config
+        self._optimizer = FlatAdam(
+            [(name, p) for name, p in policy.named_parameters() if p.requires_grad], epsilon=config.adam_epsilon
+        )
+        self._parameters = self._optimizer.parameters
+        self._settings = PpoSettings.from_config(config)
+
+    def run(
+        self,
+        batch: SequenceBatch,
+        *,
+        learning_rate: float,
+        shuffle: Generator,
+        should_stop: Callable[[], bool] | None = None,
+        checked: Tensor | None = None,
+    ) -> tuple[Outcome, dict[str, float]]:
+        """Clipped PPO over whole env rows. Returns how it ended and the figures' means over the rows that were used.
+
+        checked: bool [N], the rows whose ratio is 1 before the first step by law; None for all. `ratio_deviation` is
+        over those of the first minibatch.
+        Raises RunFailed if a gradient is not finite.
+        """
+        padded = PaddedBatch(batch, self.policy)
+        limit = math.inf if self.config.target_kl is None else KL_MARGIN * self.config.target_kl
+        outcome = Outcome.COMPLETE
+        seen: list[Terms] = []
+        counts: list[int] = []
+        norms: list[Tensor] = []
+        first_deviation = 0.0
+        with one_thread_each(batch.valid.device), Crew(thread_count(self.config, len(batch))) as crew:
+            for rows in self._passes(len(batch), shuffle):
+                if should_stop is not None and should_stop():
+                    return Outcome.ABANDONED, {}
+                count = int(padded.counts[rows].sum())
+                blocks = padded.split(rows)
+                terms = self._minibatch(crew, padded, blocks, count)
+                if not seen:
+                    first_deviation = _largest_deviation(terms, blocks, checked)
+                seen += terms
+                counts.append(count)
+                if math.isfinite(limit) and _mean_kl(terms, count) > limit:
+                    outcome = Outcome.STOPPED_BY_KL
+                    break
+                norms.append(
+                    self._optimizer.step(learning_rate=learning_rate, max_norm=self.config.max_grad_norm)
+                )
+        self.policy.weights_changed()
+        figures = _figures(seen, sum(counts), self._settings)
+        figures["grad_norm"] = float(torch.stack(norms).mean()) if norms else 0.0
+        if not math.isfinite(figures["grad_norm"]):
+            raise RunFailed(
+                f"the gradient norm of the update is {figures['grad_norm']}: the weights are not finite any more and "
+                "were not handed out; lower learning_rate, or scale rewards (reward_scale, normalize_returns)"
+            )
+        return outcome, {**figures, "ratio_deviation": first_deviation, "optimizer_steps": float(len(norms))}
+
+    def _passes(self, rows: int, shuffle: Generator) -> Iterator[Rows]:
+        """Every row once per epoch, in minibatches."""
+        for _ in range(self.config.epochs):
+            order = permutation(rows, shuffle).numpy()
+            yield from parts(order, self.config.envs_per_minibatch)
+
+    def _minibatch(self, crew: Crew, padded: PaddedBatch, blocks: list[Rows], count: int) -> list[Terms]:
+        """Leaves the mean loss's gradient with the optimiser. Returns the blocks' terms."""
+        weight = padded.counts_weight(count)
+        terms: list[Terms] = []
+
+        def compute(block: int) -> _Part:
+            return self._block(padded.take(blocks[block]), weight)
+
+        def take(block: int, part: _Part) -> None:
+            self._optimizer.take(part.gradients, first=block == 0)
+            terms.append(part.terms)
+
+        crew.run(len(blocks), compute, take)
+        return terms
+
+    def _block(self, block: Block, weight: Tensor) -> _Part:
+        """Gradients of weight * the sum of the block's losses."""
+        with torch.enable_grad():
+            evaluation = self.policy.evaluate_padded(
+                block.inputs, block.actions, block.flags, block.initial_state, block.num_steps
+            )
+            terms = ppo_terms(evaluation, block, self._settings)
+            gradients = torch.autograd.grad(
+                terms.loss(self._settings), self._parameters, weight, allow_unused=True, materialize_grads=True
+            )
+        return _Part(gradients, terms.detach())
+
+    def evaluate(self, minibatch: SequenceBatch) -> SequenceEvaluation:
+        """The current policy's view of a minibatch."""
+        return self.policy.evaluate_sequences(
+            minibatch.obs_seq, minibatch.actions, minibatch.episode_starts, minibatch.initial_state, minibatch.valid
+        )
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Copies of the optimiser's state: adam/step/<parameter>, adam/exp_avg/..., adam/exp_avg_sq/..."""
+        return {f"adam/{name}": array for name, array in self._optimizer.to_arrays().items()}
+
+    def load_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """The reverse of `to_arrays`; other names are not looked at. Shapes are the caller's to check."""
+        self._optimizer.load_arrays(
+            {name.removeprefix("adam/"): array for name, array in arrays.items() if name.startswith("adam/")}
+        )
+
+
+def deviations(evaluation: SequenceEvaluation, minibatch: SequenceBatch) -> Tensor:
+    """|ratio - 1| of every row [n, T]; 0 where a row is not valid, inf where the ratio is not a number."""
+    with torch.no_grad():
+        deviation = (torch.exp(evaluation.log_probs - minibatch.old_log_probs) - 1.0).abs()
+        return torch.where(minibatch.valid, deviation.nan_to_num(nan=math.inf), 0.0)
+
+
+def _largest_deviation(terms: list[Terms], blocks: list[Rows], checked: Tensor | None) -> float:
+    """Largest |ratio - 1| over a minibatch's checked rows; inf if a ratio is not a number."""
+    largest = 0.0
+    for term, rows in zip(terms, blocks, strict=True):
+        deviation = torch.expm1(term.log_ratio).abs().nan_to_num(nan=math.inf).view(-1, len(rows)).amax(0)
+        if checked is not None:
+            deviation = torch.where(checked[torch.from_numpy(rows).to(checked.device)], deviation, 0.0)
+        largest = max(largest, float(deviation.max()))
+    return largest
+
+
+def _mean_kl(terms: list[Terms], count: int) -> float:
+    """Approximate KL of one minibatch with so many valid rows."""
+    return float(sum(_kl(term.log_ratio).sum() for term in terms)) / max(count, 1)
+
+
+def _kl(log_ratio: Tensor) -> Tensor:
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def _figures(seen: list[Terms], count: int, settings: PpoSettings) -> dict[str, float]:
+    """Means over all rows that were used, `count` in number; rows that are not valid hold zeros."""
+    def mean(x: Tensor) -> float:
+        return float(x.sum(dtype=torch.float64)) / max(count, 1)
+
+    log_ratio = torch.cat([terms.log_ratio for terms in seen])
+    policy_loss = -mean(torch.cat([terms.gain for terms in seen]))
+    value_loss = mean(torch.cat([terms.error for terms in seen]))
+    entropy = mean(torch.cat([terms.entropy for terms in seen]))
+    return {
+        "loss": policy_loss + settings.value_coefficient * value_loss - settings.entropy_coefficient * entropy,
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
+        "approx_kl": mean(_kl(log_ratio)),
+        "clip_fraction": mean((log_ratio.exp() - 1.0).abs() > settings.clip_range),
+    }
