@@ -82,9 +82,7 @@ class PaddedBatch:
             actions = batch.actions.flatten(0, 1)
             keep = valid.reshape(-1, *(1,) * (actions.dim() - 1))
             self._actions = actions.masked_fill(~keep, policy.spaces.action.start)
-            self._state = {
-                name: state.masked_fill(starts[:, :1], 0.0) for name, state in batch.initial_state.items()
-            }
+            self._state = {name: state.masked_fill(starts[:, :1], 0.0) for name, state in batch.initial_state.items()}
         self.num_steps = batch.valid.shape[1]
         self.lengths: Rows = plan.lengths.cpu().numpy()
         """int64 [N]: padded steps of every row."""

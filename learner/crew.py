@@ -15,7 +15,8 @@ outlives its crew, an error of a block that is not raised by the caller. Left to
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from queue import SimpleQueue
 from types import TracebackType
@@ -100,3 +101,14 @@ class Crew:
             self._jobs.put(None)
         for helper in self._helpers:
             helper.join()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread in this thread, whatever was set before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -12,17 +12,21 @@ Axis letters: T steps, n envs of a minibatch, N envs of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.ppo import PpoSettings, ppo_loss
-from learner.sequences import Generator, SequenceBatch
+from learner.blocks import Block, PaddedBatch, Rows, parts
+from learner.crew import Crew, one_thread
+from learner.optimizer import FlatAdam
+from learner.ppo import PpoSettings, Terms, ppo_terms
+from learner.sequences import Generator, SequenceBatch, permutation
+from learner.staging import thread_count
 from rollout_service.config import TrainConfig
 from rollout_service.errors import RunFailed
 from rollout_service.policy.actor_critic import ActorCritic, SequenceEvaluation
@@ -85,7 +89,7 @@ class Epochs:
         counts: list[int] = []
         norms: list[Tensor] = []
         first_deviation = 0.0
-        with one_thread_each(batch.valid.device), Crew(thread_count(self.config, len(batch))) as crew:
+        with one_thread(), Crew(thread_count(self.config, len(batch))) as crew:
             for rows in self._passes(len(batch), shuffle):
                 if should_stop is not None and should_stop():
                     return Outcome.ABANDONED, {}
@@ -99,9 +103,7 @@ class Epochs:
                 if math.isfinite(limit) and _mean_kl(terms, count) > limit:
                     outcome = Outcome.STOPPED_BY_KL
                     break
-                norms.append(
-                    self._optimizer.step(learning_rate=learning_rate, max_norm=self.config.max_grad_norm)
-                )
+                norms.append(self._optimizer.step(learning_rate=learning_rate, max_norm=self.config.max_grad_norm))
         self.policy.weights_changed()
         figures = _figures(seen, sum(counts), self._settings)
         figures["grad_norm"] = float(torch.stack(norms).mean()) if norms else 0.0
@@ -120,7 +122,7 @@ class Epochs:
 
     def _minibatch(self, crew: Crew, padded: PaddedBatch, blocks: list[Rows], count: int) -> list[Terms]:
         """Leaves the mean loss's gradient with the optimiser. Returns the blocks' terms."""
-        weight = padded.counts_weight(count)
+        weight = torch.tensor(1.0 / max(count, 1), device=self._optimizer.values.device)
         terms: list[Terms] = []
 
         def compute(block: int) -> _Part:
@@ -191,6 +193,7 @@ def _kl(log_ratio: Tensor) -> Tensor:
 
 def _figures(seen: list[Terms], count: int, settings: PpoSettings) -> dict[str, float]:
     """Means over all rows that were used, `count` in number; rows that are not valid hold zeros."""
+
     def mean(x: Tensor) -> float:
         return float(x.sum(dtype=torch.float64)) / max(count, 1)
 

@@ -93,9 +93,7 @@ class FlatAdam:
         """Copies of the state by parameter: <part>/<name>, part one of step, exp_avg, exp_avg_sq."""
         arrays: dict[str, NDArray[Any]] = {}
         step = self._step.cpu().numpy()
-        for (name, _), first, second in zip(
-            self.named, self.views(self._first), self.views(self._second), strict=True
-        ):
+        for (name, _), first, second in zip(self.named, self.views(self._first), self.views(self._second), strict=True):
             arrays[f"{STEP}/{name}"] = step.copy()
             arrays[f"{FIRST}/{name}"] = first.cpu().numpy().copy()
             arrays[f"{SECOND}/{name}"] = second.cpu().numpy().copy()
@@ -104,9 +102,7 @@ class FlatAdam:
     @torch.no_grad()
     def load_arrays(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """The reverse of `to_arrays`; other names are not looked at. Shapes are the caller's to check."""
-        for (name, _), first, second in zip(
-            self.named, self.views(self._first), self.views(self._second), strict=True
-        ):
+        for (name, _), first, second in zip(self.named, self.views(self._first), self.views(self._second), strict=True):
             first.copy_(torch.as_tensor(np.asarray(arrays[f"{FIRST}/{name}"])))
             second.copy_(torch.as_tensor(np.asarray(arrays[f"{SECOND}/{name}"])))
         # All parameters have taken the same steps.

@@ -75,7 +75,7 @@ class SequenceBatch:
         check_envs_per_minibatch(envs_per_minibatch)
         if shuffle and generator is None:
             raise OutOfOrder("a shuffle needs its generator; pass a torch.Generator or a numpy Generator")
-        order = _permutation(len(self), generator) if shuffle and generator is not None else torch.arange(len(self))
+        order = permutation(len(self), generator) if shuffle and generator is not None else torch.arange(len(self))
         return (self.take(order[i : i + envs_per_minibatch]) for i in range(0, len(self), envs_per_minibatch))
 
     def _each(self, change: Callable[[Tensor, int], Tensor]) -> SequenceBatch:
@@ -165,7 +165,7 @@ def _tensor(own_copy: NDArray[Any], device: torch.device | str) -> Tensor:
         return torch.from_numpy(own_copy).to(device)
 
 
-def _permutation(n: int, generator: Generator) -> Tensor:
+def permutation(n: int, generator: Generator) -> Tensor:
     if isinstance(generator, np.random.Generator):
         return torch.from_numpy(generator.permutation(n))
     return torch.randperm(n, generator=generator, device=generator.device).cpu()

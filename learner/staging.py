@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from learner.blocks import num_blocks
 from rollout_service.config import Device, TrainConfig
 from rollout_service.errors import ConfigError
 
@@ -22,10 +23,6 @@ LARGEST_KEPT_BLOCK: Final = 32 << 20
 free, so each minibatch pays for the same pages again. 32 MiB is the highest threshold that glibc accepts."""
 KEPT_AT_THE_TOP: Final = 512 << 20
 """Bytes of free heap top that are not given back either."""
-THREADS_PAY_OFF: Final = 1 << 17
-"""Rows x hidden_dim of a minibatch from which more threads help. Two cores, two threads against one, ms per update: 4
-x 128 rows of 64: 35 (58 beside other load) against 36; 4 x 128 of 128: 51 against 58; 16 x 128 of 128: 110 against
-165."""
 
 
 def select_device(device: Device) -> torch.device:
@@ -59,16 +56,13 @@ def usable_cores() -> int:
 
 
 def thread_count(config: TrainConfig, num_envs: int) -> int:
-    """Threads of one learner operation. num_envs: N.
+    """Threads that share the blocks of a minibatch on a CPU. num_envs: N.
 
-    "auto" is 1 for minibatches below THREADS_PAY_OFF, else every usable core: small operations gain nothing from a
-    second thread, and one busy neighbour on the same cores makes them several times slower, since threads wait for
-    each other at the end of each.
+    "auto" is every usable core, but no more than a minibatch has blocks.
     """
     if config.learner_threads != "auto":
         return config.learner_threads
-    size = min(config.envs_per_minibatch, num_envs) * config.num_steps * config.hidden_dim
-    return usable_cores() if size >= THREADS_PAY_OFF else 1
+    return min(usable_cores(), num_blocks(min(config.envs_per_minibatch, num_envs)))
 
 
 def keep_freed_memory() -> bool:

@@ -31,9 +31,9 @@ FLOORS: dict[str, int] = {
     "workers": 6,
     "learner": 6,
     "rollout_service.launch": 7,
-    "rollout_service.bench": 7,
-    "rollout_service.cli": 8,
-    "rollout_service.__main__": 9,
+    "rollout_service.bench": 8,
+    "rollout_service.cli": 9,
+    "rollout_service.__main__": 10,
 }
 HOMES = {
     "zmq": {"rollout_service/control/transport.py"},

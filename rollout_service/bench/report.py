@@ -23,6 +23,8 @@ from rollout_service.bench.timing import Figures
 
 PACKAGES: Final = ("rollout-service", "torch", "numpy", "gymnasium", "pyzmq")
 RATE, RATIO, LOW, HIGH, TIMES = "_per_s", "_to_", "_low", "_high", "_times"
+SMALL_SHARE: Final = 0.05
+"""Below it a share is shown with a decimal."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def text(figures: Figures, name: str) -> str:
     if math.isnan(value):
         return "-"
     if name.endswith("_share"):
-        return f"{value:.0%}"
+        return f"{value:.1%}" if 0 < value < SMALL_SHARE else f"{value:.0%}"
     if name.endswith(TIMES):
         return f"{value:.2f}x"
     if RATIO in name:

@@ -20,11 +20,10 @@ from rollout_service.errors import RunFailed
 REPETITIONS: Final = 3
 ENVS_PER_ACTOR: Final = 4
 ENV: Final = "rollout_service.bench.envs:NotingEnv"
-QUICK_COMMANDS: Final = {"help": ["--help"], "status": ["status"]}
 
 NOTES: Final = (
     "first step, all ready: from the command to the first env step of the first actor, and of the last one",
-    "to one actor: all ready, over the same with one actor; rss: resident memory of one process, the shared segments "
+    "slower than one actor: all ready, over the same with one actor; rss: resident memory of one process, the shared segments "
     "that it touched included",
 )
 
@@ -40,7 +39,7 @@ def measure(repetitions: int = REPETITIONS, *, actors: Sequence[int] | None = No
             found = one_run(number)
             alone = found["all_ready_s"] if number == 1 else alone
             if alone is not None:
-                found["all_ready_to_one_actor"] = found["all_ready_s"] / alone
+                found["slower_than_one_actor"] = found["all_ready_s"] / alone
             runs[name_of(number)].append(found)
     return Report("startup", "from the command to work", medians(runs), NOTES)
 
