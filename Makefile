@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PRESET ?= tmaze
+ENV ?= CartPole-v1
 
-.PHONY: help setup train test check bench learning clean
+.PHONY: help setup train test check bench peers advise figures learning clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +16,8 @@ help:
 	@echo "make test      all tests (under 10 minutes on two cores)"
 	@echo "make check     lint, format, types"
 	@echo "make bench     time the parts and a whole run; results in bench/results/"
+	@echo "make peers     the same training by us and by every installed peer (bench/peers/install.sh); results and chart"
+	@echo "make advise    actors, envs, threads and lag for an env: make advise ENV=CartPole-v1"
 	@echo "make learning  the learning suite, every memory task and arm; results in bench/results/"
 	@echo "make clean     remove what dead runs left in /dev/shm and /tmp"
 
@@ -40,6 +43,17 @@ check: setup
 
 bench: setup
 	$(BIN)/python -m bench.throughput
+
+peers: setup
+	$(BIN)/rollout-service bench peers --results bench/results
+	@$(MAKE) --no-print-directory figures
+
+figures: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[charts]'
+	$(BIN)/python -m bench.chart
+
+advise: setup
+	$(BIN)/rollout-service bench advise --env $(ENV)
 
 learning: setup
 	$(BIN)/python -m bench.learning

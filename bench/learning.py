@@ -6,6 +6,9 @@ Every arm is trained by the real command with real processes, then evaluated wit
 argmax; the better of the two counts, for each arm alike; the score of an arm is the median over its seeds.
 Results: bench/results/learning.json (every run) and bench/results/learning.md (the table), rewritten after each run, so
 that an interrupted suite keeps what it has. A run that is already in the file with the same command is not repeated.
+
+`--max-policy-lag 1` trains every arm in streaming instead: learning_lag1.json, and a table learning_lag1.md that puts
+each score beside the one of learning.json, which is lag 0.
 """
 
 from __future__ import annotations
@@ -93,10 +96,16 @@ def last_json_line(arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-def run_arm(arm: Arm, seed: int) -> dict[str, Any]:
+def train_words(arm: Arm, seed: int, lag: int) -> list[str]:
+    """The command line after `rollout-service`, but for the run directory."""
+    streaming = ["--max-policy-lag", str(lag)] if lag else []
+    return ["train", *arm.arguments, "--seed", str(seed), "--num-actors", "2", *streaming, "--json"]
+
+
+def run_arm(arm: Arm, seed: int, lag: int = 0) -> dict[str, Any]:
     """Trains one seed, evaluates it both ways; one JSON-able record."""
     with tempfile.TemporaryDirectory(prefix="learning-") as run_dir:
-        train = ["train", *arm.arguments, "--seed", str(seed), "--num-actors", "2", "--json"]
+        train = train_words(arm, seed, lag)
         started = time.monotonic()
         training = last_json_line([*train, "--run-dir", run_dir])
         evaluate = ["eval", run_dir, "--episodes", str(EPISODES), "--json"]
@@ -161,13 +170,41 @@ def shown(value: float, digits: int = 3) -> str:
     return "-" if value != value else f"{value:.{digits}f}"
 
 
-def table(records: list[dict[str, Any]], header: dict[str, str]) -> str:
-    """The Markdown report."""
-    by_arm = {
+def by_arms(records: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The records of each arm that has any, in the order of ARMS."""
+    return {
         (arm.task, arm.name): hits
         for arm in ARMS
         if (hits := [r for r in records if (r["task"], r["arm"]) == (arm.task, arm.name)])
     }
+
+
+def beside_lag_0(records: list[dict[str, Any]], lag_0: list[dict[str, Any]]) -> list[str]:
+    """A Markdown table: what each arm scores here, with lag 0, and the difference."""
+    here = {key: score_of(hits) for key, hits in by_arms(records).items()}
+    there = {key: score_of(hits) for key, hits in by_arms(lag_0).items()}
+    lines = [
+        "Beside lag 0 (learning.json), here / lag 0, and the difference:",
+        "",
+        "| task | arm | eval return | eval success | training return | training success | steps/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    digits = {"return": 1, "success": 3, "training_return": 1, "training_success": 3, "steps_per_second": 0}
+    for (task, name), score in here.items():
+        other = there.get((task, name))
+        cells = [
+            f"{shown(score[key], places)} / {shown(other[key], places)} ({shown(score[key] - other[key], places)})"
+            if other is not None
+            else f"{shown(score[key], places)} / -"
+            for key, places in digits.items()
+        ]
+        lines.append(f"| {task} | {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def table(records: list[dict[str, Any]], header: dict[str, str], lag_0: list[dict[str, Any]] | None = None) -> str:
+    """The Markdown report. lag_0: the records to compare with, if these are of another lag."""
+    by_arm = by_arms(records)
     scores = {key: score_of(hits) for key, hits in by_arm.items()}
     lines = [
         "# Learning suite",
@@ -190,9 +227,16 @@ def table(records: list[dict[str, Any]], header: dict[str, str]) -> str:
             f"| {shown(s['training_return'], 1)} | {shown(s['training_success'])} | {s['steps_per_second']:,.0f} "
             f"| {arm.bar} | {'yes' if verdict(arm, scores) else 'NO'} |"
         )
+    if lag_0 is not None:
+        lines += ["", *beside_lag_0(records, lag_0)]
     lines += ["", "Commands, one per arm (seeds " + ", ".join(map(str, SEEDS)) + "):", ""]
     lines += [f"    {hits[0]['command']}" for hits in by_arm.values()]
     return "\n".join(lines) + "\n"
+
+
+def stored_runs(store: Path) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = json.loads(store.read_text())["runs"] if store.exists() else []
+    return runs
 
 
 def main() -> int:
@@ -200,30 +244,33 @@ def main() -> int:
     parser.add_argument("tasks", nargs="*", help="only these tasks, e.g. tmaze64; default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already in the results")
+    parser.add_argument("--max-policy-lag", type=int, default=0, metavar="K", help="0: lockstep (default)")
     options = parser.parse_args()
+    lag = options.max_policy_lag
     RESULTS.mkdir(parents=True, exist_ok=True)
-    store = RESULTS / "learning.json"
-    records: list[dict[str, Any]] = json.loads(store.read_text())["runs"] if store.exists() else []
+    store = RESULTS / (f"learning_lag{lag}.json" if lag else "learning.json")
+    records = stored_runs(store)
+    lag_0 = stored_runs(RESULTS / "learning.json") if lag else None
     header = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
         "versions": ", ".join(f"{name} {version(name)}" for name in ("rollout-service", "torch", "numpy", "gymnasium")),
-        "command": "python -m bench.learning",
+        "command": "python -m bench.learning" + (f" --max-policy-lag {lag}" if lag else ""),
     }
     for arm in (arm for arm in ARMS if not options.tasks or arm.task in options.tasks):
         for seed in options.seeds:
             same = [r for r in records if (r["task"], r["arm"], r["seed"]) == (arm.task, arm.name, seed)]
             if any(f" {' '.join(arm.arguments)} " in r["command"] for r in same) and not options.fresh:
                 continue
-            record = run_arm(arm, seed)
+            record = run_arm(arm, seed, lag)
             records = [r for r in records if r not in same] + [record]
             store.write_text(json.dumps({**header, "runs": records}, indent=1) + "\n")
-            (RESULTS / "learning.md").write_text(table(records, header))
+            store.with_suffix(".md").write_text(table(records, header, lag_0))
             print(f"{arm.task:11} {arm.name:26} seed {seed}: train {record['training']}, "
                   f"sampled {record['sampled']['return_mean']:.2f} / {record['sampled']['success_rate']}, "
                   f"argmax {record['argmax']['return_mean']:.2f} / {record['argmax']['success_rate']}, "
                   f"{record['wall_seconds']} s", flush=True)  # fmt: skip
-    print(table(records, header))
+    print(table(records, header, lag_0))
     return 0
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from learner.blocks import Block, PaddedBatch, Rows, parts
 from learner.crew import Crew, one_thread
 from learner.optimizer import FlatAdam
-from learner.ppo import PpoSettings, Terms, ppo_terms
+from learner.ppo import PpoSettings, Slopes, ppo_slopes
 from learner.sequences import Generator, SequenceBatch, permutation
 from learner.staging import thread_count
 from rollout_service.config import TrainConfig
@@ -51,7 +51,7 @@ class _Part:
     """What one block gives."""
 
     gradients: tuple[Tensor, ...]
-    terms: Terms
+    terms: Slopes
 
 
 class Epochs:
@@ -61,10 +61,8 @@ class Epochs:
         """policy: on its device already; its parameters become views of the optimiser's vector."""
         self.policy = policy
         self.config = config
-        self._optimizer = FlatAdam(
-            [(name, p) for name, p in policy.named_parameters() if p.requires_grad], epsilon=config.adam_epsilon
-        )
-        self._parameters = self._optimizer.parameters
+        self._optimizer = FlatAdam(list(policy.named_parameters()), epsilon=config.adam_epsilon)
+        self._body = self._optimizer.parameters[: -len(policy.head_parameters)]
         self._settings = PpoSettings.from_config(config)
 
     def run(
@@ -85,7 +83,7 @@ class Epochs:
         padded = PaddedBatch(batch, self.policy)
         limit = math.inf if self.config.target_kl is None else KL_MARGIN * self.config.target_kl
         outcome = Outcome.COMPLETE
-        seen: list[Terms] = []
+        seen: list[Slopes] = []
         counts: list[int] = []
         norms: list[Tensor] = []
         first_deviation = 0.0
@@ -120,10 +118,10 @@ class Epochs:
             order = permutation(rows, shuffle).numpy()
             yield from parts(order, self.config.envs_per_minibatch)
 
-    def _minibatch(self, crew: Crew, padded: PaddedBatch, blocks: list[Rows], count: int) -> list[Terms]:
+    def _minibatch(self, crew: Crew, padded: PaddedBatch, blocks: list[Rows], count: int) -> list[Slopes]:
         """Leaves the mean loss's gradient with the optimiser. Returns the blocks' terms."""
-        weight = torch.tensor(1.0 / max(count, 1), device=self._optimizer.values.device)
-        terms: list[Terms] = []
+        weight = 1.0 / max(count, 1)
+        terms: list[Slopes] = []
 
         def compute(block: int) -> _Part:
             return self._block(padded.take(blocks[block]), weight)
@@ -135,17 +133,15 @@ class Epochs:
         crew.run(len(blocks), compute, take)
         return terms
 
-    def _block(self, block: Block, weight: Tensor) -> _Part:
+    def _block(self, block: Block, weight: float) -> _Part:
         """Gradients of weight * the sum of the block's losses."""
         with torch.enable_grad():
-            evaluation = self.policy.evaluate_padded(
-                block.inputs, block.actions, block.flags, block.initial_state, block.num_steps
-            )
-            terms = ppo_terms(evaluation, block, self._settings)
-            gradients = torch.autograd.grad(
-                terms.loss(self._settings), self._parameters, weight, allow_unused=True, materialize_grads=True
-            )
-        return _Part(gradients, terms.detach())
+            features = self.policy.padded_features(block.inputs, block.flags, block.initial_state, block.num_steps)
+        heads = self.policy.evaluate_heads(features, block.actions)
+        slopes = ppo_slopes(heads, block, self._settings, weight)
+        back, head_gradients = heads.gradients(slopes.by_log_prob, slopes.by_value, slopes.by_entropy)
+        gradients = torch.autograd.grad(features, self._body, back)
+        return _Part((*gradients, *head_gradients), slopes)
 
     def evaluate(self, minibatch: SequenceBatch) -> SequenceEvaluation:
         """The current policy's view of a minibatch."""
@@ -171,7 +167,7 @@ def deviations(evaluation: SequenceEvaluation, minibatch: SequenceBatch) -> Tens
         return torch.where(minibatch.valid, deviation.nan_to_num(nan=math.inf), 0.0)
 
 
-def _largest_deviation(terms: list[Terms], blocks: list[Rows], checked: Tensor | None) -> float:
+def _largest_deviation(terms: list[Slopes], blocks: list[Rows], checked: Tensor | None) -> float:
     """Largest |ratio - 1| over a minibatch's checked rows; inf if a ratio is not a number."""
     largest = 0.0
     for term, rows in zip(terms, blocks, strict=True):
@@ -182,7 +178,7 @@ def _largest_deviation(terms: list[Terms], blocks: list[Rows], checked: Tensor |
     return largest
 
 
-def _mean_kl(terms: list[Terms], count: int) -> float:
+def _mean_kl(terms: list[Slopes], count: int) -> float:
     """Approximate KL of one minibatch with so many valid rows."""
     return float(sum(_kl(term.log_ratio).sum() for term in terms)) / max(count, 1)
 
@@ -191,7 +187,7 @@ def _kl(log_ratio: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def _figures(seen: list[Terms], count: int, settings: PpoSettings) -> dict[str, float]:
+def _figures(seen: list[Slopes], count: int, settings: PpoSettings) -> dict[str, float]:
     """Means over all rows that were used, `count` in number; rows that are not valid hold zeros."""
 
     def mean(x: Tensor) -> float:

@@ -2,7 +2,8 @@
 
 Writer and reader: the trainer, once per rollout and before advantages are estimated. Rewards in the rollout stay raw.
 What must never happen: a return that runs on from the episode of another env, or of another life of the same place;
-two slots of one actor in one batch are taken in one after the other. Left to others: the statistics themselves
+two slots of one actor in one batch are taken in one after the other. Behind a rollout that was dropped the return goes
+on from the one before it: rows that no update has seen count nowhere. Left to others: the statistics themselves
 (return_normalizer).
 
 Axis letters: T num_steps, N envs of the rollout, K valid_steps.

@@ -246,8 +246,8 @@ class TrainConfig(BaseModel):
                 raise ValueError(f"{name} is {bar}; it must be above 0 and finite, 1 is the usual choice")
         if self.vtrace_c_bar > self.vtrace_rho_bar:
             raise ValueError(
-                f"vtrace_c_bar {self.vtrace_c_bar} is above vtrace_rho_bar {self.vtrace_rho_bar}; V-trace is only known "
-                "to converge with c_bar <= rho_bar, so lower the one or raise the other"
+                f"vtrace_c_bar {self.vtrace_c_bar} is above vtrace_rho_bar {self.vtrace_rho_bar}; V-trace is only "
+                "known to converge with c_bar <= rho_bar, so lower the one or raise the other"
             )
         if self.advantage_estimator is AdvantageEstimator.VTRACE and self.gae_rule is not GaeRule.BOUNDARY_CORRECT:
             raise ValueError(

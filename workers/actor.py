@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Final
 
 import numpy as np
@@ -24,10 +23,9 @@ from rollout_service.errors import HandshakeRefused, ProtocolError
 from rollout_service.memory.schema import OBSERVATIONS
 from rollout_service.memory.slots import RolloutMemory, SlotWriter
 from rollout_service.memory.weights import WeightsMemory
-from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import RunSpec
 from workers.collect import LiveState, collect
-from workers.inference import Inference
+from workers.inference import Inference, policy_for
 from workers.noise import ActionNoise
 
 CARRY: Final = "episode_start_carry"
@@ -53,7 +51,7 @@ class Actor:
             spec.env, spec.env_kwargs, spec.vectorize, env_ids=self._env_ids, seeds=seeds, actor_id=actor_id
         )
         self.spaces = self._envs.spaces
-        self._policy = ActorCritic(spec.spaces, spec.policy, seed=spec.seed).eval()
+        self._policy = policy_for(spec)
         self._noise = ActionNoise(
             self._policy.draw_noise,
             seed=spec.seed,
@@ -130,7 +128,8 @@ class Actor:
             valid_steps=collected.valid_steps,
             version=version,
             env_steps=collected.env_steps,
-            episodes=tuple(Episode(**asdict(episode)) for episode in reported),
+            # Made by this process: not validated once more, which would take as long as all other bookkeeping.
+            episodes=tuple(Episode.model_construct(**vars(episode)) for episode in reported),
             seconds={"prepare": prepared - began, **collected.seconds},
             counters={name: count for name, count in counters.items() if count},
         )

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rollout_service.envs.protocol import EnvRows, FinishedEpisode, StepOutcome
@@ -109,41 +108,40 @@ def collect(
     began = clock()
     envs.reset_owed(live.observations)
     env_seconds = clock() - began
-    with torch.inference_mode():
-        for t in range(slot.num_steps):
-            slot.write_state(t, live.state)
-            for name in live.state if envs.fillers else ():
-                slot.arrays[name][envs.fillers, t] = 0.0
-            for name, rows in slot.observation_rows(t).items():
-                rows[...] = live.observations[name]
-            pulse.phase, before = "policy", clock()
-            acted = inference.step(live.observations, live.state, noise.at(t))
-            if deferred:
-                slot.arrays["truncation_values"][deferred, t - 1] = acted.values[deferred]
-            pulse.phase, between = "env.step", clock()
-            outcome = envs.step(acted.actions, live.observations, enough)
-            pulse.phase, after = "policy", clock()
-            cut = final_values(outcome, acted, inference, truncation_values) if outcome.ended_envs else None
-            slot.write_transition(
-                t,
-                actions=acted.actions,
-                rewards=outcome.rewards,
-                values=acted.values,
-                log_probs=acted.log_probs,
-                terminated=outcome.terminated,
-                truncated=outcome.truncated,
-                truncation_values=cut,
-                valid=outcome.valid,
-            )
-            live.advance(acted.state, outcome)
-            episodes += outcome.episodes
-            deferred = outcome.deferred_envs
-            blind += len(outcome.blind_envs)
-            policy_seconds += between - before
-            env_seconds += after - between
-            if enough():
-                break
-        inference.values(live.observations, live.state, range(len(envs)), last_values)
+    for t in range(slot.num_steps):
+        slot.write_state(t, live.state)
+        for name in live.state if envs.fillers else ():
+            slot.arrays[name][envs.fillers, t] = 0.0
+        for name, rows in slot.observation_rows(t).items():
+            rows[...] = live.observations[name]
+        pulse.phase, before = "policy", clock()
+        acted = inference.step(live.observations, live.state, noise.at(t))
+        if deferred:
+            slot.arrays["truncation_values"][deferred, t - 1] = acted.values[deferred]
+        pulse.phase, between = "env.step", clock()
+        outcome = envs.step(acted.actions, live.observations, enough)
+        pulse.phase, after = "policy", clock()
+        cut = final_values(outcome, acted, inference, truncation_values) if outcome.ended_envs else None
+        slot.write_transition(
+            t,
+            actions=acted.actions,
+            rewards=outcome.rewards,
+            values=acted.values,
+            log_probs=acted.log_probs,
+            terminated=outcome.terminated,
+            truncated=outcome.truncated,
+            truncation_values=cut,
+            valid=outcome.valid,
+        )
+        live.advance(acted.state, outcome)
+        episodes += outcome.episodes
+        deferred = outcome.deferred_envs
+        blind += len(outcome.blind_envs)
+        policy_seconds += between - before
+        env_seconds += after - between
+        if enough():
+            break
+    inference.values(live.observations, live.state, range(len(envs)), last_values)
     slot.arrays["truncation_values"][deferred, t] = last_values[deferred]
     live.settle(outcome)
     if cut_at_end:

@@ -1,39 +1,102 @@
 """Policy calls over the arrays of an actor, in chunks of exactly R rows.
 
-One set of contiguous, 64-byte aligned input buffers serves every chunk, so that the same kernel sees the same shapes
-and alignments however the envs are split over actors: a row's result depends on the row and its place in the chunk.
-That makes 1 x 8, 2 x 4 and 4 x 2 envs equal bit for bit at R = 2.
+Every chunk goes through the same buffers, so that the same kernels see the same shapes and alignments however the envs
+are split over actors: a row's result depends on the row and its place in the chunk. That makes 1 x 8, 2 x 4 and 4 x 2
+envs equal bit for bit at R = 2.
 
-Writers: this object, into its own buffers and outputs, which the next call reuses. Never: gradients, allocation of
-numpy arrays per call. Leaves to others: which rows start from zero state (the caller passes the state to act from).
+    ActingPolicy   numpy (policy/acting.py): all policies without images
+    TorchPolicy    the learner's own module, for images; torch is imported here and nowhere else in an actor
+
+Writers: this object, into its own outputs, which the next call reuses. Leaves to others: which rows start from zero
+state (the caller passes the state to act from).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rollout_service.errors import ConfigError
 from rollout_service.memory.schema import OBSERVATIONS
-from rollout_service.policy.actor_critic import PolicyStep
-from rollout_service.runspec import Spaces
+from rollout_service.policy.acting import ActedRows, ActingPolicy, acts_in_numpy, aligned
+from rollout_service.runspec import RunSpec, Spaces
+
+if TYPE_CHECKING:
+    from rollout_service.policy.actor_critic import ActorCritic
 
 Array = NDArray[Any]
 
 
 class Policy(Protocol):
-    """What an actor asks of a policy. observations: per field [n, *shape]; state: per name [n, L, H]; noise [n, *]."""
+    """What an actor asks of a policy. observations: per field [R, *shape]; state: per name [R, L, H]; noise [R, *].
 
-    def step(
-        self, observations: Mapping[str, Tensor], state: Mapping[str, Tensor], noise: Tensor | None
-    ) -> PolicyStep: ...
-    def value(self, observations: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensor: ...
+    Results may be overwritten by the next call. Arguments are not changed and not kept.
+    """
+
+    def step(self, observations: Mapping[str, Array], state: Mapping[str, Array], noise: Array) -> ActedRows: ...
+    def value(self, observations: Mapping[str, Array], state: Mapping[str, Array]) -> Array: ...
+
+
+class LoadedPolicy(Policy, Protocol):
+    """A policy whose weights come from the learner."""
+
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None: ...
+    def draw_noise(self, generator: np.random.Generator, num_steps: int) -> Array: ...
+
+
+class TorchPolicy:
+    """An `ActorCritic`, or anything with its `step` and `value`, for arrays."""
+
+    def __init__(self, module: ActorCritic) -> None:
+        import torch
+
+        self._module = module
+        self._tensor = torch.from_numpy
+        self._inference = torch.inference_mode
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> TorchPolicy:
+        """The run's policy, on one thread, with weights still to be loaded."""
+        import torch
+
+        from rollout_service.policy.actor_critic import ActorCritic
+
+        torch.set_num_threads(1)
+        return cls(ActorCritic(spec.spaces, spec.policy, seed=spec.seed).eval())
+
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        self._module.load_arrays(arrays)
+
+    def draw_noise(self, generator: np.random.Generator, num_steps: int) -> Array:
+        return self._module.draw_noise(generator, num_steps)
+
+    def step(self, observations: Mapping[str, Array], state: Mapping[str, Array], noise: Array) -> ActedRows:
+        # Tensors over arrays that were made outside inference mode: their storage is shared and written by numpy.
+        inputs, entering = self._tensors(observations), self._tensors(state)
+        with self._inference():
+            step = self._module.step(inputs, entering, self._tensor(noise))
+            exiting = {name: rows.numpy() for name, rows in step.state.items()}
+            return ActedRows(step.actions.numpy(), step.log_probs.numpy(), step.values.numpy(), exiting)
+
+    def value(self, observations: Mapping[str, Array], state: Mapping[str, Array]) -> Array:
+        inputs, entering = self._tensors(observations), self._tensors(state)
+        with self._inference():
+            values: Array = self._module.value(inputs, entering).numpy()
+            return values
+
+    def _tensors(self, arrays: Mapping[str, Array]) -> dict[str, Any]:
+        return {name: self._tensor(array) for name, array in arrays.items()}
+
+
+def policy_for(spec: RunSpec) -> LoadedPolicy:
+    """The run's policy as its actors run it; weights are still to be loaded."""
+    if acts_in_numpy(spec.spaces):
+        return ActingPolicy(spec.spaces, spec.policy, spec.envs_per_forward)
+    return TorchPolicy.of(spec)
 
 
 @dataclass(frozen=True)
@@ -69,16 +132,11 @@ class Inference:
         self._policy = policy
         self._chunks = tuple(slice(start, start + rows) for start in range(0, num_envs, rows))
         self._rows = rows
-        # Tensors made here, outside inference_mode: their storage is shared with numpy and written there.
         self._observations = {
-            OBSERVATIONS + leaf.path: torch.from_numpy(aligned((rows, *leaf.shape), leaf.dtype))
-            for leaf in spaces.observation
+            OBSERVATIONS + leaf.path: aligned((rows, *leaf.shape), leaf.dtype) for leaf in spaces.observation
         }
-        self._state = {name: torch.from_numpy(aligned((rows, *shape), "float32")) for name, shape in state.items()}
-        self._noise = torch.from_numpy(aligned((rows, *noise_shape), "float32"))
-        self._observation_rows = [(name, tensor.numpy()) for name, tensor in self._observations.items()]
-        self._state_rows = [(name, tensor.numpy()) for name, tensor in self._state.items()]
-        self._noise_rows = self._noise.numpy()
+        self._state = {name: aligned((rows, *shape), "float32") for name, shape in state.items()}
+        self._noise = aligned((rows, *noise_shape), "float32")
         self._acted = Acted(
             actions=np.zeros((num_envs, *spaces.action.shape), spaces.action.dtype),
             log_probs=np.zeros(num_envs, np.float32),
@@ -91,13 +149,13 @@ class Inference:
         acted = self._acted
         for chunk in self._chunks:
             self._fill(chunk, observations, state)
-            self._noise_rows[...] = noise[chunk]
+            self._noise[...] = noise[chunk]
             step = self._policy.step(self._observations, self._state, self._noise)
-            acted.actions[chunk] = step.actions.numpy()
-            acted.log_probs[chunk] = step.log_probs.numpy()
-            acted.values[chunk] = step.values.numpy()
+            acted.actions[chunk] = step.actions
+            acted.log_probs[chunk] = step.log_probs
+            acted.values[chunk] = step.values
             for name, exiting in acted.state.items():
-                exiting[chunk] = step.state[name].numpy()
+                exiting[chunk] = step.state[name]
         return acted
 
     def values(
@@ -110,21 +168,13 @@ class Inference:
         for start in sorted({e - e % self._rows for e in envs}):
             chunk = slice(start, start + self._rows)
             self._fill(chunk, observations, state)
-            values = self._policy.value(self._observations, self._state).numpy()
+            values = self._policy.value(self._observations, self._state)
             for e in envs:
                 if start <= e < chunk.stop:
                     out[e] = values[e - start]
 
     def _fill(self, chunk: slice, observations: Mapping[str, Array], state: Mapping[str, Array]) -> None:
-        for name, rows in self._observation_rows:
+        for name, rows in self._observations.items():
             rows[...] = observations[name][chunk]
-        for name, rows in self._state_rows:
+        for name, rows in self._state.items():
             rows[...] = state[name][chunk]
-
-
-def aligned(shape: tuple[int, ...], dtype: str, alignment: int = 64) -> Array:
-    """A zeroed C-contiguous array that starts on an `alignment` byte boundary (a cache line, a vector register)."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    root = np.zeros(nbytes + alignment, np.uint8)
-    offset = -root.ctypes.data % alignment
-    return root[offset : offset + nbytes].view(dtype).reshape(shape)

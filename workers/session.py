@@ -16,8 +16,6 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Final
 
-import torch
-
 from rollout_service.control.attendance import Attendance
 from rollout_service.control.client import Client
 from rollout_service.control.messages import Committed, Grant, Stop, Welcome
@@ -86,7 +84,6 @@ class ActorSession:
 
 def run(attendance: Attendance) -> int:
     """One actor from HELLO to BYE. Returns the process's exit code."""
-    torch.set_num_threads(1)
     return attendance.attend(take_part, take_seat)
 
 

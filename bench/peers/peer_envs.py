@@ -2,7 +2,8 @@
 
 Runs in the environment of each peer: numpy and gymnasium (0.29 or newer) only. With the variable PEER_EPISODES set to a
 directory, every process that steps these envs writes a file there: its first step, and each finished episode, with the
-system's monotonic clock. So times to a return are measured in one way for every side.
+system's monotonic clock. So times to a return are measured in one way for every side. PEER_EPISODES_WHERE names a
+variable that a process must have for that: a probe that only tries the env out is not what is measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from gymnasium import spaces
 
 EPISODES_VARIABLE = "PEER_EPISODES"
+WHERE_VARIABLE = "PEER_EPISODES_WHERE"
 HIGHEST = np.array([4.8, 0.418], np.float32) * 2
 """CartPole's bounds of position and angle."""
 
@@ -96,9 +98,10 @@ def make_null() -> gymnasium.Env:
 
 
 def logged(env: gymnasium.Env) -> gymnasium.Env:
-    """With the episode log where it is asked for. A probe that only looks at the env is not what is timed."""
-    directory = os.environ.get(EPISODES_VARIABLE)
-    return EpisodeLog(env, Path(directory)) if directory else env
+    """With the episode log where it is asked for."""
+    directory, where = os.environ.get(EPISODES_VARIABLE), os.environ.get(WHERE_VARIABLE)
+    here = where is None or where in os.environ
+    return EpisodeLog(env, Path(directory)) if directory and here else env
 
 
 MAKERS = {"cartpole": make_cartpole, "null": make_null}

@@ -32,6 +32,8 @@ DEADLINE_S: Final = 90.0
 POLL_S: Final = 0.2
 PEER: Final = "sf"
 EPISODES_VARIABLE: Final = "PEER_EPISODES"
+OURS_ONLY_IN_ACTORS: Final = {"PEER_EPISODES_WHERE": "ROLLOUT_SERVICE_ACTOR"}
+"""Our probe steps the env too."""
 SETTINGS: Final[dict[str, Any]] = {
     "learning-rate": 3e-3,
     "epochs": 4,
@@ -114,7 +116,7 @@ def run_ours(seed: int, goal: float = GOAL) -> Reached:
     with tempfile.TemporaryDirectory(prefix="rs-bench-") as directory:
         episodes = Path(directory) / "episodes"
         episodes.mkdir()
-        extra = {"PYTHONPATH": str(RUNNERS), EPISODES_VARIABLE: str(episodes)}
+        extra = {"PYTHONPATH": str(RUNNERS), EPISODES_VARIABLE: str(episodes), **OURS_ONLY_IN_ACTORS}
         with WholeRun(our_case(seed).words(), Path(directory) / "run", extra, deadline_s=2 * DEADLINE_S) as run:
             return watch(episodes, run.begun, run.wait, goal)
 

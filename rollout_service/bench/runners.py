@@ -149,3 +149,4 @@ def _end(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(psutil.Error):
             child.kill()
     process.wait()
+    psutil.wait_procs(started, timeout=LEAVE_S)

@@ -23,8 +23,8 @@ ENV: Final = "rollout_service.bench.envs:NotingEnv"
 
 NOTES: Final = (
     "first step, all ready: from the command to the first env step of the first actor, and of the last one",
-    "slower than one actor: all ready, over the same with one actor; rss: resident memory of one process, the shared segments "
-    "that it touched included",
+    "slower than one actor: all ready, over the same with one; rss: resident memory of one process, with the pages of "
+    "shared segments that it touched",
 )
 
 

@@ -91,7 +91,7 @@ NOTES: Final = (
     "actor, learner shares: of the actors' and of the learner's time; wait: for the other side; first update s: from "
     "the start",
     "cpu shares: of all usable cores, after the warm-up; service: the parent process; idle: left over by all of them",
-    "rss: resident memory of a process, the shared segments that it touched included",
+    "rss: resident memory of a process, with the pages of shared segments that it touched",
 )
 
 

@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import psutil
 
 from rollout_service.bench.handover import service
 from rollout_service.bench.handover_role import next_message
@@ -54,13 +53,18 @@ NOTES: Final = (
 
 
 def measure(
-    repetitions: int = REPETITIONS, *, watched_s: float = WATCHED_S, wake_ups: int = WAKE_UPS, actors: int = 2
+    repetitions: int = REPETITIONS,
+    *,
+    watched_s: float = WATCHED_S,
+    wake_ups: int = WAKE_UPS,
+    actors: int = 2,
+    modes: Sequence[str] = tuple(MODES),
 ) -> Report:
     """One case per mode. Raises RunFailed if a run breaks."""
-    runs: dict[str, list[Figures]] = {mode: [] for mode in MODES}
+    runs: dict[str, list[Figures]] = {mode: [] for mode in modes}
     for _ in range(repetitions):
-        for mode, lag in MODES.items():
-            runs[mode].append({**paused_run(lag, watched_s, actors), **wake_figures(wake_ups)})
+        for mode in modes:
+            runs[mode].append({**paused_run(MODES[mode], watched_s, actors), **wake_figures(wake_ups)})
     return Report("waiting", "processes that wait for each other", medians(runs), NOTES)
 
 
@@ -82,7 +86,10 @@ def paused_run(lag: int, watched_s: float, actors: int) -> Figures:
             raise RunFailed(f"the run had no learner or too few actors\n{run.said()}")
         found: Figures = {}
         for name, paused in (("learner", learner), ("actors", workers)):
-            busy = busiest(run, paused, watched_s)
+            try:
+                busy = busiest(run, paused, watched_s)
+            except ProcessLookupError:
+                raise RunFailed(f"one of the {name} to pause was gone\n{run.said()}") from None
             found |= {f"{name}_paused_{role}_share": share for role, share in busy.items()}
             run.wait(POLL_S)
         return found
@@ -108,14 +115,14 @@ def core_shares(before: Usage, after: Usage, role: str) -> list[float]:
 @contextmanager
 def stopped(pids: Sequence[int]) -> Iterator[None]:
     """Inside, these processes do not run at all."""
-    processes = [psutil.Process(pid) for pid in pids]
-    for process in processes:
-        process.suspend()
     try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         yield
     finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def elapse(seconds: float) -> None:

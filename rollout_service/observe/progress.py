@@ -59,8 +59,13 @@ class PlainProgress:
         self._stream = stream
         self._last_shown = 0.0
         self._last_updates = 0
+        self._joined = 0
+        """Actors that the last line about the start spoke of; it is over once all are there."""
 
     def show(self, summary: Summary) -> None:
+        if self._joined < summary.actors_alive and self._joined < summary.num_actors:
+            self._joined = summary.actors_alive
+            self.say(joined_line(summary))
         due = self._last_shown + min(max(PLAIN_INTERVAL_S, summary.elapsed_s / 10), PLAIN_INTERVAL_MAX_S)
         if summary.elapsed_s < due or summary.updates == self._last_updates:
             return
@@ -95,6 +100,11 @@ class LiveProgress:
 
     def close(self) -> None:
         self._live.stop()
+
+
+def joined_line(summary: Summary) -> str:
+    """How far the start is."""
+    return f"{summary.actors_alive} of {summary.num_actors} actors ready after {summary.elapsed_s:.1f} s"
 
 
 def plain_line(summary: Summary) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rollout_service.errors import OutOfRange, ShapeError, StateMissing
 from rollout_service.memory.schema import observation_fields
-from rollout_service.policy.distributions import Categorical, distribution_for
+from rollout_service.policy.distributions import Categorical, Evaluated, distribution_for
 from rollout_service.policy.encoders import Encoder, orthogonal_linear
 from rollout_service.policy.normalizer import RunningMoments, normalize
 from rollout_service.policy.recurrent import Core, FeedForwardCore, LSTMCore, StepWeights
@@ -82,6 +82,38 @@ class NetworkRows:
             None if self.vectors is None else self.vectors.index_select(0, rows),
             tuple(image.index_select(0, rows) for image in self.images),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsEvaluated:
+    """Both heads over M rows, and the way back through them."""
+
+    features: Tensor
+    """[M, H]"""
+    weight: Tensor
+    """[parameters + 1, H]: the distribution's parameters, then the value."""
+    values: Tensor
+    """[M]"""
+    chosen: Evaluated
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[M]"""
+        return self.chosen.log_probs
+
+    @property
+    def entropy(self) -> Tensor:
+        """[M]"""
+        return self.chosen.entropy
+
+    @torch.no_grad()
+    def gradients(
+        self, by_log_prob: Tensor, by_value: Tensor, by_entropy: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of a loss with these slopes, [M] each: gradient at the features [M, H], and at the head parameters."""
+        back = torch.cat([self.chosen.gradient(by_log_prob, by_entropy), by_value.unsqueeze(0)])
+        weight, bias = back @ self.features, back.sum(1)
+        return back.t() @ self.weight, (weight[:-1], bias[:-1], weight[-1:], bias[-1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,31 +308,32 @@ class ActorCritic(nn.Module):
             vectors.append(rows if moment is None else normalize(rows, *moment))
         return NetworkRows(torch.cat(vectors, dim=1) if vectors else None, tuple(images))
 
-    def evaluate_padded(
-        self,
-        rows: NetworkRows,
-        actions: Tensor,
-        flags: Tensor | None,
-        initial_state: Mapping[str, Tensor],
-        num_steps: int,
-    ) -> SequenceEvaluation:
-        """`evaluate_sequences` without its care and its copies: over rows laid out already, any thread.
+    def padded_features(
+        self, rows: NetworkRows, flags: Tensor | None, initial_state: Mapping[str, Tensor], num_steps: int
+    ) -> Tensor:
+        """What the heads read, with gradients: `evaluate_sequences` up to there, over rows that are laid out already.
 
-        rows: time-major [P * n], see resets.py; actions: [P * n, *]; flags: float32 [P, n, 1] or None, initial_state:
-        [L, n, H] per name, both as `Core.padded` takes them; num_steps: P. Everything finite. Returns [P * n] of each; a place
-        without a real step holds a finite number without meaning. Whoever trains calls `weights_changed` afterwards.
+        rows: time-major [P * n], see resets.py; flags: float32 [P, n, 1] or None, and initial_state: [L, n, H] per
+        name, as `Core.padded` takes them; num_steps: P. Everything finite. Returns [P * n, H], without meaning where
+        no real step is. Any thread may call. Whoever trains calls `weights_changed` afterwards.
         """
-        scaled = [network_input(leaf, image) for leaf, image in zip(self._image_leaves, rows.images, strict=True)]
-        features: Tensor = self.encoder([] if rows.vectors is None else [rows.vectors], scaled)
-        out = self.core.padded(features.view(num_steps, -1, features.shape[1]), flags, initial_state).flatten(0, 1)
-        # One product for both heads, its result choices first: rows of log-probs are neighbours then.
-        heads = torch.addmm(
-            torch.cat([self.value_head.bias, self.policy.bias]).unsqueeze(1),
-            torch.cat([self.value_head.weight, self.policy.weight]),
-            out.t(),
-        )
-        log_probs, entropy = self.distribution.evaluate(heads[1:].movedim(0, -1), actions)
-        return SequenceEvaluation(log_probs, heads[0], entropy)
+        images = [network_input(leaf, image) for leaf, image in zip(self._image_leaves, rows.images, strict=True)]
+        x: Tensor = self.encoder([] if rows.vectors is None else [rows.vectors], images)
+        return self.core.padded(x.view(num_steps, -1, x.shape[1]), flags, initial_state).flatten(0, 1)
+
+    @torch.no_grad()
+    def evaluate_heads(self, features: Tensor, actions: Tensor) -> HeadsEvaluated:
+        """The rest, without autograd but with the way back. features: [M, H]; actions: [M, *]."""
+        weight = torch.cat([self.policy.weight, self.value_head.weight])
+        bias = torch.cat([self.policy.bias, self.value_head.bias])
+        # Numbers first, rows last: softmax over a short last axis takes 25 times as long.
+        heads = torch.addmm(bias.unsqueeze(1), weight, features.t())
+        return HeadsEvaluated(features, weight, heads[-1], self.distribution.evaluate_columns(heads[:-1], actions))
+
+    @property
+    def head_parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In the order of `HeadsEvaluated.gradients`; all other parameters come before `features`."""
+        return self.policy.weight, self.policy.bias, self.value_head.weight, self.value_head.bias
 
     def weights_changed(self) -> None:
         """Parameters were written: what `step` has laid out is stale. Fused optimisers leave no mark on them."""

@@ -10,6 +10,7 @@ Axis letters: T num_steps, M rows, C choices.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,11 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout_service.errors import SpaceNotSupported
+from rollout_service.policy.acting import gumbel_noise
 from rollout_service.policy.spaces import discrete_size
 from rollout_service.runspec import Leaf, SpaceKind
-
-SMALLEST = float(np.finfo(np.float64).tiny)
-"""Keeps the logarithm of an exponential draw of exactly 0 finite."""
 
 
 class Distribution(Protocol):
@@ -45,6 +44,47 @@ class Distribution(Protocol):
         """Log-probs and entropy [...] of actions [..., *] under parameters [..., num_parameters]."""
         ...
 
+    def evaluate_columns(self, parameters: Tensor, actions: Tensor) -> Evaluated:
+        """The same of actions [M, *] under parameters [num_parameters, M], without autograd."""
+        ...
+
+
+class Evaluated(Protocol):
+    """What a distribution says about actions, without autograd, and the way back."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[M]"""
+        ...
+
+    @property
+    def entropy(self) -> Tensor:
+        """[M]"""
+        ...
+
+    def gradient(self, by_log_prob: Tensor, by_entropy: Tensor) -> Tensor:
+        """Gradient at the parameters, [num_parameters, M], of a loss with these slopes, [M] each."""
+        ...
+
+
+@dataclass(frozen=True)
+class CategoricalEvaluated:
+    """log p [C, M], p, the choices [1, M], and what follows from them."""
+
+    log_p: Tensor
+    p: Tensor
+    choice: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+
+    def gradient(self, by_log_prob: Tensor, by_entropy: Tensor) -> Tensor:
+        """With H the entropy and a the choice, at logit j:
+
+        d log p_a = [j = a] - p_j,  dH = -p_j (log p_j + H)
+        """
+        back = (self.log_p + self.entropy).mul_(by_entropy).add_(by_log_prob).mul_(self.p).neg_()
+        return back.scatter_add_(0, self.choice, by_log_prob.unsqueeze(0))
+
 
 class Categorical:
     """Discrete(C, start): logits [..., C]; actions int64 [...] in start .. start + C - 1, as the env counts.
@@ -63,10 +103,7 @@ class Categorical:
 
     def draw_noise(self, generator: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
         """Gumbel noise, float32 [num_steps, C]: minus the log of an exponential draw."""
-        draws = generator.standard_exponential((num_steps, self.num_choices))
-        np.maximum(draws, SMALLEST, out=draws)
-        np.log(draws, out=draws)
-        return np.negative(draws, out=draws).astype(np.float32)
+        return gumbel_noise(generator, num_steps, self.num_choices)
 
     def act(self, parameters: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         log_p = torch.log_softmax(parameters, dim=1)
@@ -88,6 +125,15 @@ class Categorical:
         log_p = torch.log_softmax(parameters.movedim(-1, 0), dim=0)
         choice = (actions - self.start if self.start else actions).unsqueeze(0)
         return log_p.gather(0, choice).squeeze(0), -(log_p.exp() * log_p).sum(0)
+
+    def evaluate_columns(self, parameters: Tensor, actions: Tensor) -> CategoricalEvaluated:
+        """`evaluate` with the way back: logits [C, M], actions [M]."""
+        log_p = torch.log_softmax(parameters, dim=0)
+        choice = (actions - self.start if self.start else actions).unsqueeze(0)
+        p = log_p.exp()
+        return CategoricalEvaluated(
+            log_p, p, choice, log_p.gather(0, choice).squeeze(0), torch.mul(p, log_p).sum(0).neg_()
+        )
 
     def log_prob(self, logits: Tensor, actions: Tensor) -> Tensor:
         """Log-probs [...] of actions [...] under logits [..., C]."""

@@ -16,10 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-VARIANCE_EPSILON = 1e-8
-"""Added to the variance before the root, so that a constant feature divides by 1e-4 and not by zero."""
-CLIP = 10.0
-"""Normalised features are cut to [-CLIP, CLIP]: one outlier must not saturate the encoder."""
+from rollout_service.policy.acting import CLIP, VARIANCE_EPSILON
 
 
 class RunningMoments(nn.Module):

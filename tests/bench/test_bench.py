@@ -17,10 +17,21 @@ import torch
 
 from learner.gae import Estimator, advantages_and_returns
 from learner.rollout_buffer import RecurrentRolloutBuffer
-from rollout_service.bench import collect, gae, handover, materialize, sequence, train, weights, write
+from rollout_service.bench import (
+    collect,
+    gae,
+    handover,
+    materialize,
+    sequence,
+    startup,
+    train,
+    waiting,
+    weights,
+    write,
+)
 from rollout_service.bench.command import SUBJECTS, main, measure
 from rollout_service.bench.envs import NullEnv
-from rollout_service.bench.report import Report, markdown, plain, show
+from rollout_service.bench.report import Report, markdown, plain, show, text
 from rollout_service.bench.rig import NULL_ENV, fill_slot, paper_spec, rollout_memory
 from rollout_service.bench.timing import Samples, alternate, quartiles
 from rollout_service.errors import ConfigError, RunFailed
@@ -62,6 +73,16 @@ SUBJECTS_AT_TINY_SIZES: dict[str, tuple[Callable[[], Report], set[str]]] = {
         lambda: train.measure(1, cases=(TINY_RUN,)),
         {"env_steps_per_s", "first_update_s", "actor_policy_share", "actor_env_share", "actor_wait_share",
          "learner_update_share", "learner_gae_share", "learner_batch_share", "learner_wait_share"},
+    ),
+    "startup": (
+        lambda: startup.measure(1, actors=(1,)),
+        {"first_step_s", "all_ready_s", "first_update_s", "actor_rss_mib", "learner_rss_mib", "service_rss_mib",
+         "slower_than_one_actor"},
+    ),
+    "waiting": (
+        lambda: waiting.measure(1, watched_s=0.2, wake_ups=2, actors=1, modes=("streaming",)),
+        {"learner_paused_actors_share", "learner_paused_service_share", "actors_paused_learner_share",
+         "actors_paused_service_share", "wake_learner_us", "wake_actor_us"},
     ),
 }  # fmt: skip
 
@@ -184,7 +205,7 @@ REPORT = Report(
     "a title",
     {
         "small": {"ours_us": 12.34, "ours_to_naive": 0.5, "ours_to_naive_low": 0.4, "ours_to_naive_high": 0.6},
-        "large": {"env_steps_per_s": 12345.6, "env_share": 0.256},
+        "large": {"env_steps_per_s": 12345.6, "env_share": 0.256, "ours_over_peer_times": 1.5},
     },
     ("a note",),
 )
@@ -193,14 +214,20 @@ REPORT = Report(
 def test_a_table_has_a_line_per_figure_and_says_what_is_missing():
     assert plain(REPORT).splitlines() == [
         "gae: a title",
-        "                               small   large",
-        "  ours us                       12.3       -",
-        "  ours / naive   0.50 (0.40 to 0.60)       -",
-        "  env steps / s                    -  12,346",
-        "  env share                        -     26%",
+        "                                small   large",
+        "  ours us                        12.3       -",
+        "  ours / naive    0.50 (0.40 to 0.60)       -",
+        "  env steps / s                     -  12,346",
+        "  env share                         -     26%",
+        "  ours over peer                    -   1.50x",
         "  a note",
     ]
     assert "| ours / naive | 0.50 (0.40 to 0.60) | - |" in markdown(REPORT).splitlines()
+
+
+def test_a_small_share_is_not_rounded_to_nothing():
+    shares = {"a_share": 0.004, "b_share": 0.05, "c_share": 0.0}
+    assert [text(shares, name) for name in shares] == ["0.4%", "5%", "0%"]
 
 
 def test_no_control_characters_where_there_is_no_terminal():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import stragglers
-from bench.stragglers import CASES, LENGTH, RESET_S, SLOW_ACTOR, STEP_S, SleepyEnv
+from bench.stragglers import ACTORS, CASES, LENGTH, RESET_S, SLOW_ACTOR, STEP_S, STREAMING, SleepyEnv
 from rollout_service.launch.settings import parse_train
 
 
@@ -45,9 +45,21 @@ def test_spread_envs_end_their_first_episodes_apart(slept: list[float], monkeypa
     assert [play(env) for env in envs] == [100] * 4
 
 
-def test_every_case_is_a_run_that_differs_only_in_what_is_compared() -> None:
-    configs = [parse_train(case.words(updates=20)[1:]) for case in CASES]
-    assert [config.env_kwargs["reset_s"] > 0 for config in configs] == [case.slow for case in CASES]
-    assert [config.preempt_share < 1 for config in configs] == [case.preempt for case in CASES]
+@pytest.mark.parametrize("mode", ACTORS)
+def test_every_case_of_a_mode_is_a_run_that_differs_only_in_what_is_compared(mode: str) -> None:
+    cases = [case for case in CASES if case.mode == mode]
+    configs = [parse_train(case.words(updates=20)[1:]) for case in cases]
+    assert [config.env_kwargs["reset_s"] > 0 for config in configs] == [case.slow for case in cases]
+    assert [config.preempt_share < 1 for config in configs] == [case.preempt for case in cases]
+    assert {config.max_policy_lag > 0 for config in configs} == {mode == STREAMING}
+    assert {config.num_actors for config in configs} == {ACTORS[mode]}
     compared = {"env_kwargs", "preempt_share"}
     assert len({config.model_copy(update=dict.fromkeys(compared)).to_json() for config in configs}) == 1
+
+
+def test_a_slow_run_is_compared_with_the_even_one_of_its_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"even": 1000.0, "slow, together": 500.0, "even, streaming": 4000.0, "slow, together, streaming": 3000.0}
+    monkeypatch.setattr(stragglers, "one_run", lambda case, updates: {"env_steps_per_s": rates[case.name]})
+    report = stragglers.measure(1, 20, [case for case in CASES if case.name in rates])
+    shares = {name: figures["of_even_share"] for name, figures in report.cases.items()}
+    assert shares == {"even": 1.0, "slow, together": 0.5, "even, streaming": 1.0, "slow, together, streaming": 0.75}

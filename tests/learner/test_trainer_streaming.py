@@ -3,51 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 from learner.epochs import Outcome
 from learner.rollout_buffer import RecurrentRolloutBuffer
-from learner.trainer import UpdateReport
-from rollout_service.control.messages import Commit, Grant, StartFrom
+from rollout_service.control.messages import Commit
 from rollout_service.errors import RatioLawBroken, ShapeError
-from rollout_service.launch.serial import SerialRun
-from rollout_service.runspec import StateStrategy
-from tests.fixtures.training import after_steps, serial_run, sharpen, small_config
+from tests.fixtures.training import serial_run, sharpen, small_config
+from tests.learner.stream import Stream
 
 LIMIT = 1e-4
-
-
-class Stream:
-    """A run whose leases and batches the test decides, as the service does with max_policy_lag above 0."""
-
-    def __init__(self, run: SerialRun) -> None:
-        self.run = run
-        self.epoch = 0
-        self._known: set[int] = set()
-
-    def fill(self, actor: int, slot: int, steps: int = 16) -> Commit:
-        """This actor fills this slot with the newest weights; its state goes on from its lease before."""
-        self.epoch += 1
-        stored = self.run.spec.state_strategy is StateStrategy.STORED
-        start = StartFrom.CARRY if stored and actor in self._known else StartFrom.FRESH
-        self._known.add(actor)
-        grant = Grant(slot=slot, epoch=self.epoch, version=self.run.version, start=start, update=1)
-        return self.run.actors[actor].fill(grant, preempted=after_steps(steps))
-
-    def learn(self, *commits: Commit, **settings: Any) -> UpdateReport:
-        """One update from these commits, in this order; the weights are published."""
-        report = self.run.trainer.update(
-            RecurrentRolloutBuffer.over(self.run.memory, [commit.slot for commit in commits]),
-            valid_steps=[commit.valid_steps for commit in commits],
-            policy_lags=[self.run.version - commit.version for commit in commits],
-            update=self.run.trainer.updates_done + 1,
-            **settings,
-        )
-        self.run.publish()
-        return report
 
 
 @pytest.fixture

@@ -115,7 +115,9 @@ def test_an_actor_fills_its_grants_and_carries_its_state_from_one_to_the_next(se
     for update in (1, 2):
         assert batch is not None
         assert (batch.update, batch.valid_steps) == (update, (8,))
-        first_cells.append(service.rig.rollout(batch.slots[0] // service.rig.spec.num_actors)["cell"][:, 0, 0, 0].copy())
+        first_cells.append(
+            service.rig.rollout(batch.slots[0] // service.rig.spec.num_actors)["cell"][:, 0, 0, 0].copy()
+        )
         service.rig.weights.publish(update, service.rig.policy.to_arrays())
         publish = Publish(update=update, version=update)
         batch = service.learner.exchange(publish, Batch, deadline_s=DEADLINE_S)

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from rollout_service.control.messages import StartFrom
-from rollout_service.policy.actor_critic import PolicyStep
+from rollout_service.policy.acting import ActedRows
 from rollout_service.runspec import Spaces
 from tests.fixtures.envs import RandomTickEnv, SameArrayEnv, TickEnv
 from tests.workers.rig import Rig, make_rig
@@ -74,23 +73,25 @@ def test_value_after_the_rollout_is_the_first_value_of_the_next_one() -> None:
     assert first["last_values"].tobytes() == second["values"][:, 0].tobytes()
 
 
+Array = np.ndarray[Any, Any]
+
+
 class RecordingPolicy:
     """Value = the observation's second entry + 100 * the state's only number; each step adds 1 to the state."""
 
     def __init__(self) -> None:
         self.value_rows: list[tuple[list[float], list[float]]] = []
 
-    def step(self, observations: Mapping[str, Tensor], state: Mapping[str, Tensor], noise: Tensor | None) -> PolicyStep:
+    def step(self, observations: Mapping[str, Array], state: Mapping[str, Array], noise: Array) -> ActedRows:
         rows = observations["observations"]
         values = rows[:, 1] + 100 * state["hidden"][:, 0, 0]
-        return PolicyStep(
-            torch.zeros(len(rows), dtype=torch.int64), values * 0, values, {"hidden": state["hidden"] + 1}
-        )
+        return ActedRows(np.zeros(len(rows), np.int64), values * 0, values, {"hidden": state["hidden"] + 1})
 
-    def value(self, observations: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tensor:
+    def value(self, observations: Mapping[str, Array], state: Mapping[str, Array]) -> Array:
         seen, held = observations["observations"][:, 1], state["hidden"][:, 0, 0]
         self.value_rows.append((seen.tolist(), held.tolist()))
-        return seen + 100 * held
+        values: Array = seen + 100 * held
+        return values
 
 
 def test_only_chunks_with_a_truncated_env_are_run_again(spaces_of_tick: Spaces) -> None:
