@@ -17,7 +17,7 @@ import numpy as np
 
 from rollout_service.control.messages import Commit, Episode, Grant, Join, StartFrom
 from rollout_service.envs.opening import open_envs
-from rollout_service.envs.protocol import Pulse, Silent
+from rollout_service.envs.protocol import FinishedEpisode, Pulse, Silent
 from rollout_service.envs.seeding import Purpose, reset_seed
 from rollout_service.errors import HandshakeRefused, ProtocolError
 from rollout_service.memory.schema import OBSERVATIONS
@@ -128,8 +128,7 @@ class Actor:
             valid_steps=collected.valid_steps,
             version=version,
             env_steps=collected.env_steps,
-            # Made by this process: not validated once more, which would take as long as all other bookkeeping.
-            episodes=tuple(Episode.model_construct(**vars(episode)) for episode in reported),
+            episodes=tuple(map(_for_the_wire, reported)),
             seconds={"prepare": prepared - began, **collected.seconds},
             counters={name: count for name, count in counters.items() if count},
         )
@@ -178,3 +177,14 @@ class Actor:
 
     def _env_seeds(self, update: int) -> list[int]:
         return [reset_seed(self._spec.seed, Purpose.ENV, env, self.incarnation, update) for env in self._env_ids]
+
+
+def _for_the_wire(episode: FinishedEpisode) -> Episode:
+    """Not validated: this process made it, and with short episodes that would take longer than the rest of a commit."""
+    return Episode.model_construct(
+        env=episode.env,
+        total_reward=float(episode.total_reward),
+        length=int(episode.length),
+        success=None if episode.success is None else bool(episode.success),
+        truncated=bool(episode.truncated),
+    )
