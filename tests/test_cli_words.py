@@ -183,3 +183,14 @@ def test_status_without_a_run_says_so(capsys: pytest.CaptureFixture[str], monkey
     assert "no run" in capsys.readouterr().out
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"runs": []}
+
+
+@pytest.mark.parametrize("words", [("--help",), ("status",), ("status", "--json"), ("bench", "--help")])
+def test_a_quick_command_imports_nothing_slow(words: tuple[str, ...]):
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "rollout_service", *words],
+        env=environment(), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines() if line.startswith("import time:")}
+    assert "rollout_service.cli" in imported
+    assert not imported & {"torch", "gymnasium", "tensorboard", "tyro", "rich", "matplotlib"}

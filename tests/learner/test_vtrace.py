@@ -12,7 +12,7 @@ import pytest
 from learner.vtrace import vtrace
 from rollout_service.errors import ShapeError
 
-CASES = json.loads((Path(__file__).parents[1] / "data" / "golden_recurrent.json").read_text())["vtrace"]
+CASES = json.loads((Path(__file__).parents[1] / "data" / "golden_vtrace.json").read_text())["cases"]
 
 
 def next_values(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:

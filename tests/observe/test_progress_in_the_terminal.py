@@ -52,6 +52,17 @@ def test_plain_lines_come_every_few_seconds_and_only_with_news():
     assert stream.getvalue().count("\n") == 2
 
 
+def test_while_actors_start_a_line_says_how_many_are_there():
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    for second, alive in enumerate([0, 1, 1, 2, 1, 2]):
+        progress.show(summary(elapsed_s=float(second), actors_alive=alive, updates=0))
+    assert stream.getvalue().splitlines() == [
+        "1 of 2 actors ready after 1.0 s",
+        "2 of 2 actors ready after 3.0 s",
+    ]
+
+
 def test_a_file_gets_plain_lines_without_control_characters():
     stream = io.StringIO()
     progress = open_progress("title", stream)
