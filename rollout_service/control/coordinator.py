@@ -18,6 +18,7 @@ from collections import Counter
 from typing import Any, Final
 
 from rollout_service.control import events
+from rollout_service.control.account import Account
 from rollout_service.control.admission import Admission, LearnerSeat
 from rollout_service.control.effects import Effect, Notify, Send
 from rollout_service.control.filling import Filling
@@ -120,6 +121,7 @@ class Coordinator:
         self._released = False
         """Its slots are filled anew already."""
         self._losses = Losses(self.counters)
+        self._account = Account(self.counters)
         self._env_steps: dict[int, int] = {}
         """Slot -> env steps of the newest commit that was accepted for it."""
         self._lags: Counter[int] = Counter()
@@ -247,6 +249,7 @@ class Coordinator:
             "learner": self._learner_report(now),
             "rates": {f"{name}_per_second": round(rate.per_second(now), 3) for name, rate in self._rates.items()},
             "policy_lags": {str(lag): count for lag, count in sorted(self._lags.items())},
+            "account": self._account.balance(self.env_steps, self._in_hand()),
             "counters": dict(sorted((+self.counters).items())),
         }
 
@@ -312,6 +315,7 @@ class Coordinator:
     def _accepted(self, identity: Identity, commit: Commit, place: Place | None, now: float) -> Effect:
         env_steps = self._env_steps_of(commit)
         self._env_steps[commit.slot] = env_steps
+        self._account.committed += env_steps
         self._filling.committed(now)
         self._rates["env_steps"].add(now, env_steps)
         if place is not None:
@@ -434,6 +438,8 @@ class Coordinator:
         self._drop_filled("older than the restored learner's weights")
         stands = self._losses.restored(learner.pid, ready, updates=self.updates_done, env_steps=self.env_steps)
         self.version, self.updates_done, self.env_steps = ready.version, ready.updates_done, ready.env_steps_done
+        if self._account.began_at is None:
+            self._account.began_at = ready.env_steps_done
         told: list[Effect] = [Notify(stands)]
         if stands.unannounced_update:
             update = events.UpdateFinished(stands.updates, stands.version, stands.env_steps, {}, {}, None)
@@ -501,13 +507,23 @@ class Coordinator:
         """Rollouts that the newest weights have left too far behind."""
         told: list[Effect] = []
         for slot, filled in self._leases.drop_outdated(self.version or 0):
+            self._account.outdated += self._env_steps[slot]
             told += self._too_old(filled.holder.actor_id, (self.version or 0) - filled.version, self._env_steps[slot])
         return told
 
     def _drop_filled(self, why: str) -> None:
-        ledger = self._leases.ledger
-        env_steps = sum(self._env_steps[slot] for slot in range(len(ledger)) if ledger.filled(slot) is not None)
+        env_steps = self._in_slots()
         self._losses.dropped(self._leases.drop_filled(why), env_steps)
+
+    def _in_slots(self) -> int:
+        """Env steps in slots that are READY or READING."""
+        ledger = self._leases.ledger
+        return sum(self._env_steps[slot] for slot in range(len(ledger)) if ledger.filled(slot) is not None)
+
+    def _in_hand(self) -> int:
+        """The same, and what the learner has copied out of its slots."""
+        copied = self._batch.env_steps - self.env_steps if self._batch is not None and self._released else 0
+        return self._in_slots() + copied
 
     # --- words for WELCOME and the report ----------------------------------------------------------------------------
 

@@ -41,13 +41,15 @@ class ResetPlan:
     """int64 [P * n]: the env-major row (sequence * T + step) that each place holds; 0 where no real step is."""
     flags: Tensor
     """float32 [P, n, 1]: 1 wherever no real step is."""
+    inserted: Tensor
+    """int64 [P * n - n * T]: the places without a real step."""
     lengths: Tensor
     """int64 [n]: padded steps up to and with each sequence's last real one; P is the largest."""
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Env-major rows [n, T, D] -> padded [P, n, D + 1]: any row where no real step is, flags in the last channel."""
+        """Env-major rows [n, T, D] -> padded [P, n, D + 1], flags last; any row where no real step is."""
         flat = rows.reshape(-1, rows.shape[-1])
-        padded: Tensor = _PickRows.apply(flat, self.source, self.real)  # type: ignore[no-untyped-call]
+        padded: Tensor = _Spread.apply(flat, self)  # type: ignore[no-untyped-call]
         return self.flag(padded.view(self.num_steps, self.num_rows, -1))
 
     def flag(self, padded: Tensor) -> Tensor:
@@ -56,31 +58,37 @@ class ResetPlan:
 
     def gather(self, padded: Tensor) -> Tensor:
         """Padded [P, n, H] -> the real steps, env-major [n, T, H]."""
-        picked: Tensor = _PickRows.apply(  # type: ignore[no-untyped-call]
-            padded.reshape(-1, padded.shape[-1]), self.real, None
-        )
+        picked: Tensor = _Gather.apply(padded.reshape(-1, padded.shape[-1]), self)  # type: ignore[no-untyped-call]
         return picked.view(self.num_rows, -1, padded.shape[-1])
 
 
-class _PickRows(torch.autograd.Function):
-    """index_select whose gradient is a copy; the general one adds, in 4x the time.
+# The gradient of index_select adds, for places might repeat: four times the work of these two, which know the way back.
 
-    Either all places differ, or `back` says which of the picked rows each row's gradient is.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, back: Tensor | None) -> Tensor:
-        ctx.save_for_backward(places, back)
-        ctx.num_rows = rows.shape[0]
-        return rows.index_select(0, places)
+class _Spread(torch.autograd.Function):
+    """rows [n * T, D] -> [P * n, D]. Nothing comes back from a place without a real step: its gates are shut."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        places, back = ctx.saved_tensors
-        (gradient,) = gradients
-        if back is not None:
-            return gradient.index_select(0, back), None, None
-        return gradient.new_zeros(ctx.num_rows, gradient.shape[1]).index_copy_(0, places, gradient), None, None
+    def forward(ctx: Any, rows: Tensor, plan: ResetPlan) -> Tensor:
+        ctx.plan = plan
+        return rows.index_select(0, plan.source)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.plan.real), None
+
+
+class _Gather(torch.autograd.Function):
+    """padded [P * n, H] -> [n * T, H]. Nothing goes back to a place without a real step."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, plan: ResetPlan) -> Tensor:
+        ctx.plan = plan
+        return padded.index_select(0, plan.real)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.plan.source).index_fill_(0, ctx.plan.inserted, 0.0), None
 
 
 def plan_resets(starts: Tensor) -> ResetPlan | None:
@@ -103,7 +111,7 @@ def lay_out(starts: Tensor) -> ResetPlan:
     place += torch.arange(num_rows, device=starts.device).unsqueeze(1)
     real = place.reshape(-1)
     source = torch.zeros(padded_steps * num_rows, dtype=torch.int64, device=starts.device)
-    source[real] = torch.arange(num_rows * num_steps, device=starts.device)
+    source.scatter_(0, real, torch.arange(num_rows * num_steps, device=starts.device))
     flags = torch.ones(padded_steps * num_rows, device=starts.device).index_fill_(0, real, 0.0)
     return ResetPlan(
         num_steps=padded_steps,
@@ -111,5 +119,6 @@ def lay_out(starts: Tensor) -> ResetPlan:
         real=real,
         source=source,
         flags=flags.view(padded_steps, num_rows, 1),
+        inserted=flags.nonzero().view(-1),
         lengths=num_steps + shift[:, -1],
     )

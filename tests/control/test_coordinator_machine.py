@@ -351,6 +351,11 @@ class Run(RuleBasedStateMachine):
         assert len(lost) <= counters.get("dropped_over_lag", 0) + counters.get("dropped_rollouts", 0)
 
     @invariant()
+    def the_account_closes_to_the_step(self) -> None:
+        account = self.world.coordinator.report(self.world.now)["account"]
+        assert account["missing"] == 0, account
+
+    @invariant()
     def nothing_is_collected_that_would_be_too_old(self) -> None:
         """At most one batch per update that collection may be ahead, and the one that the learner waits for."""
         slots = self.world.coordinator.report(self.world.now)["slots"]
