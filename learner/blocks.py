@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learner.ppo import PpoSettings
 from learner.sequences import SequenceBatch
 from rollout_service.policy.actor_critic import ActorCritic, NetworkRows
 from rollout_service.policy.resets import lay_out
@@ -39,9 +40,9 @@ SPLIT_ROWS: Final = 8
 """A minibatch of so many rows is cut in two even if it were one block, so that two threads can share it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
-    """n rows of a minibatch, time-major, padded to p steps. Flat fields are [p * n]."""
+    """n rows of a minibatch, time-major, padded to p steps. Flat fields are [p * n], 0 where not valid."""
 
     num_steps: int
     """p"""
@@ -55,14 +56,16 @@ class Block:
     old_values: Tensor
     advantages: Tensor
     returns: Tensor
-    valid: Tensor
-    """bool: a real step, and valid."""
+    value_weights: Tensor
+    entropy_weights: Tensor
+    live: Tensor
+    """1 where a real step is, and valid."""
 
 
 class PaddedBatch:
     """A batch as the epochs read it. Owns copies, so far as they differ from the batch."""
 
-    def __init__(self, batch: SequenceBatch, policy: ActorCritic) -> None:
+    def __init__(self, batch: SequenceBatch, policy: ActorCritic, settings: PpoSettings) -> None:
         """Statistics of the policy must not change while it is in use. The batch has a row and a column at least."""
         with torch.no_grad():
             valid = batch.valid
@@ -71,13 +74,14 @@ class PaddedBatch:
             starts[:, 0] |= ~valid[:, 0]
             plan = lay_out(starts)
             places = (plan.num_steps, plan.num_rows)
-            real = plan.flags.view(places).eq(0)
             self._source = plan.source.view(places)
-            self._flags = plan.flags
-            self._valid = valid.reshape(-1)[plan.source].view(places) & real
+            flags = plan.flags.view(places)
+            live = valid.reshape(-1)[plan.source].view(places) & flags.eq(0)
             fields = (batch.old_log_probs, batch.old_values, batch.advantages, batch.returns)
-            flat = torch.stack([field.reshape(-1) for field in fields])
-            self._numbers = flat[:, plan.source].view(4, *places).masked_fill_(~self._valid, 0.0)
+            numbers = torch.stack([field.reshape(-1) for field in fields])[:, plan.source].view(4, *places)
+            weight = live.float()
+            weights = (weight * 2.0 * settings.value_coefficient, weight * settings.entropy_coefficient, weight, flags)
+            self._numbers = torch.cat([numbers.masked_fill_(~live, 0.0), torch.stack(weights)])
             self._inputs = policy.network_rows(batch.obs_seq, valid)
             actions = batch.actions.flatten(0, 1)
             keep = valid.reshape(-1, *(1,) * (actions.dim() - 1))
@@ -93,28 +97,26 @@ class PaddedBatch:
 
     def split(self, rows: Rows) -> list[Rows]:
         """The rows of a minibatch as blocks: alike in number and, as far as that goes, in padded steps."""
-        if self._whole:
+        count = 1 if self._whole else num_blocks(len(rows), self._block_rows)
+        if count == 1:
             return [rows]
         ordered = rows[np.argsort(self.lengths[rows], kind="stable")]
-        return [np.asarray(part) for part in np.array_split(ordered, num_blocks(len(rows), self._block_rows))]
+        return [np.asarray(part) for part in np.array_split(ordered, count)]
 
     def take(self, rows: Rows) -> Block:
         """The contents of a block."""
         steps = int(self.lengths[rows].max())
         chosen = torch.from_numpy(rows).to(self._source.device)
         source = self._source[:steps].index_select(1, chosen).view(-1)
-        numbers = self._numbers[:, :steps].index_select(2, chosen).view(4, -1)
+        numbers = self._numbers[:, :steps].index_select(2, chosen).view(len(self._numbers), -1)
+        *fields, flags = numbers.unbind(0)
         return Block(
-            num_steps=steps,
-            inputs=self._inputs.take(source),
-            actions=self._actions.index_select(0, source),
-            flags=self._flags[:steps].index_select(1, chosen) if steps > self.num_steps else None,
-            initial_state={name: state.index_select(1, chosen) for name, state in self._state.items()},
-            old_log_probs=numbers[0],
-            old_values=numbers[1],
-            advantages=numbers[2],
-            returns=numbers[3],
-            valid=self._valid[:steps].index_select(1, chosen).view(-1),
+            steps,
+            self._inputs.take(source),
+            self._actions.index_select(0, source),
+            flags.view(steps, -1, 1) if steps > self.num_steps else None,
+            {name: state.index_select(1, chosen) for name, state in self._state.items()},
+            *fields,
         )
 
 

@@ -75,12 +75,15 @@ class Crew:
 
         Returns when all are taken. Raises what a block raised.
         """
+        if blocks == 1 or not self._helpers:
+            for block in range(blocks):
+                take(block, compute(block))
+            return
         job = _Job(blocks, compute, take)
         for _ in self._helpers[: blocks - 1]:
             self._jobs.put(job)  # type: ignore[arg-type]
         job.help()
-        if blocks:
-            job.over.wait()
+        job.over.wait()
         if job.error is not None:
             raise job.error
 

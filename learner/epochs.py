@@ -23,8 +23,9 @@ from torch import Tensor
 
 from learner.blocks import Block, PaddedBatch, Rows, parts
 from learner.crew import Crew, one_thread
+from learner.figures import Terms, mean_figures, mean_kl
 from learner.optimizer import FlatAdam
-from learner.ppo import PpoSettings, Slopes, ppo_slopes
+from learner.ppo import PpoSettings, ppo_slopes
 from learner.sequences import Generator, SequenceBatch, permutation
 from learner.staging import thread_count
 from rollout_service.config import TrainConfig
@@ -46,12 +47,12 @@ class Outcome(Enum):
     """`should_stop` said so: the trainer is as before the update."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """What one block gives."""
 
     gradients: tuple[Tensor, ...]
-    terms: Slopes
+    terms: Terms
 
 
 class Epochs:
@@ -80,10 +81,10 @@ class Epochs:
         over those of the first minibatch.
         Raises RunFailed if a gradient is not finite.
         """
-        padded = PaddedBatch(batch, self.policy)
+        padded = PaddedBatch(batch, self.policy, self._settings)
         limit = math.inf if self.config.target_kl is None else KL_MARGIN * self.config.target_kl
         outcome = Outcome.COMPLETE
-        seen: list[Slopes] = []
+        seen: list[Terms] = []
         counts: list[int] = []
         norms: list[Tensor] = []
         first_deviation = 0.0
@@ -93,17 +94,21 @@ class Epochs:
                     return Outcome.ABANDONED, {}
                 count = int(padded.counts[rows].sum())
                 blocks = padded.split(rows)
-                terms = self._minibatch(crew, padded, blocks, count)
+                terms = self._minibatch(crew, padded, blocks)
                 if not seen:
                     first_deviation = _largest_deviation(terms, blocks, checked)
                 seen += terms
                 counts.append(count)
-                if math.isfinite(limit) and _mean_kl(terms, count) > limit:
+                if math.isfinite(limit) and mean_kl(terms, count) > limit:
                     outcome = Outcome.STOPPED_BY_KL
                     break
-                norms.append(self._optimizer.step(learning_rate=learning_rate, max_norm=self.config.max_grad_norm))
+                norms.append(
+                    self._optimizer.step(
+                        rows=max(count, 1), learning_rate=learning_rate, max_norm=self.config.max_grad_norm
+                    )
+                )
         self.policy.weights_changed()
-        figures = _figures(seen, sum(counts), self._settings)
+        figures = mean_figures(seen, sum(counts), self._settings)
         figures["grad_norm"] = float(torch.stack(norms).mean()) if norms else 0.0
         if not math.isfinite(figures["grad_norm"]):
             raise RunFailed(
@@ -118,13 +123,12 @@ class Epochs:
             order = permutation(rows, shuffle).numpy()
             yield from parts(order, self.config.envs_per_minibatch)
 
-    def _minibatch(self, crew: Crew, padded: PaddedBatch, blocks: list[Rows], count: int) -> list[Slopes]:
-        """Leaves the mean loss's gradient with the optimiser. Returns the blocks' terms."""
-        weight = 1.0 / max(count, 1)
-        terms: list[Slopes] = []
+    def _minibatch(self, crew: Crew, padded: PaddedBatch, blocks: list[Rows]) -> list[Terms]:
+        """Leaves the gradient of the rows' summed objective with the optimiser. Returns the blocks' terms."""
+        terms: list[Terms] = []
 
         def compute(block: int) -> _Part:
-            return self._block(padded.take(blocks[block]), weight)
+            return self._block(padded.take(blocks[block]))
 
         def take(block: int, part: _Part) -> None:
             self._optimizer.take(part.gradients, first=block == 0)
@@ -133,15 +137,15 @@ class Epochs:
         crew.run(len(blocks), compute, take)
         return terms
 
-    def _block(self, block: Block, weight: float) -> _Part:
-        """Gradients of weight * the sum of the block's losses."""
+    def _block(self, block: Block) -> _Part:
+        """Any thread; reads the parameters and writes nothing."""
         with torch.enable_grad():
             features = self.policy.padded_features(block.inputs, block.flags, block.initial_state, block.num_steps)
         heads = self.policy.evaluate_heads(features, block.actions)
-        slopes = ppo_slopes(heads, block, self._settings, weight)
+        slopes = ppo_slopes(heads, block, self._settings)
         back, head_gradients = heads.gradients(slopes.by_log_prob, slopes.by_value, slopes.by_entropy)
         gradients = torch.autograd.grad(features, self._body, back)
-        return _Part((*gradients, *head_gradients), slopes)
+        return _Part((*gradients, *head_gradients), Terms.of(heads, slopes, block))
 
     def evaluate(self, minibatch: SequenceBatch) -> SequenceEvaluation:
         """The current policy's view of a minibatch."""
@@ -167,41 +171,12 @@ def deviations(evaluation: SequenceEvaluation, minibatch: SequenceBatch) -> Tens
         return torch.where(minibatch.valid, deviation.nan_to_num(nan=math.inf), 0.0)
 
 
-def _largest_deviation(terms: list[Slopes], blocks: list[Rows], checked: Tensor | None) -> float:
+def _largest_deviation(terms: list[Terms], blocks: list[Rows], checked: Tensor | None) -> float:
     """Largest |ratio - 1| over a minibatch's checked rows; inf if a ratio is not a number."""
     largest = 0.0
     for term, rows in zip(terms, blocks, strict=True):
-        deviation = torch.expm1(term.log_ratio).abs().nan_to_num(nan=math.inf).view(-1, len(rows)).amax(0)
+        deviation = torch.expm1(term.log_ratios()).abs().nan_to_num(nan=math.inf).view(-1, len(rows)).amax(0)
         if checked is not None:
             deviation = torch.where(checked[torch.from_numpy(rows).to(checked.device)], deviation, 0.0)
         largest = max(largest, float(deviation.max()))
     return largest
-
-
-def _mean_kl(terms: list[Slopes], count: int) -> float:
-    """Approximate KL of one minibatch with so many valid rows."""
-    return float(sum(_kl(term.log_ratio).sum() for term in terms)) / max(count, 1)
-
-
-def _kl(log_ratio: Tensor) -> Tensor:
-    return torch.expm1(log_ratio) - log_ratio
-
-
-def _figures(seen: list[Slopes], count: int, settings: PpoSettings) -> dict[str, float]:
-    """Means over all rows that were used, `count` in number; rows that are not valid hold zeros."""
-
-    def mean(x: Tensor) -> float:
-        return float(x.sum(dtype=torch.float64)) / max(count, 1)
-
-    log_ratio = torch.cat([terms.log_ratio for terms in seen])
-    policy_loss = -mean(torch.cat([terms.gain for terms in seen]))
-    value_loss = mean(torch.cat([terms.error for terms in seen]))
-    entropy = mean(torch.cat([terms.entropy for terms in seen]))
-    return {
-        "loss": policy_loss + settings.value_coefficient * value_loss - settings.entropy_coefficient * entropy,
-        "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "entropy": entropy,
-        "approx_kl": mean(_kl(log_ratio)),
-        "clip_fraction": mean((log_ratio.exp() - 1.0).abs() > settings.clip_range),
-    }

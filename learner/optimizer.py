@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 ALIGNMENT: Final = 16
-"""Floats. Every parameter starts on a cache line, as it would in memory of its own: matrix products round by address."""
+"""Floats. Every parameter starts on a cache line, as in memory of its own: matrix products may round by address."""
 BETA1: Final = 0.9
 BETA2: Final = 0.999
 NORM_EPSILON: Final = 1e-6
@@ -29,7 +29,8 @@ FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 
 
 class FlatAdam:
-    """Adam (Kingma and Ba 2015, arXiv 1412.6980) with a limit on the gradient's norm."""
+    """Adam (Kingma and Ba 2015, arXiv 1412.6980) with a limit on the gradient's norm. It climbs: gradients are of an
+    objective that is to be made large."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, epsilon: float) -> None:
         """named: float32 parameters of one device, at least one; they become views of `values`."""
@@ -67,10 +68,11 @@ class FlatAdam:
             torch._foreach_add_(self._gradients, list(gradients))
 
     @torch.no_grad()
-    def step(self, *, learning_rate: float, max_norm: float) -> Tensor:
-        """One step along the gradient, cut to max_norm before. Returns the norm before the cut, a scalar."""
-        norm = torch.linalg.vector_norm(self.gradient)
-        self.gradient.mul_((max_norm / (norm + NORM_EPSILON)).clamp_(max=1.0))
+    def step(self, *, rows: int, learning_rate: float, max_norm: float) -> Tensor:
+        """One step up the gradient / rows, cut to max_norm before. Returns the norm before the cut, a scalar."""
+        norm: Tensor = torch.linalg.vector_norm(self.gradient) / rows
+        # Divided in the kernel that takes the step: by the rows, and by how far the norm is too large.
+        divisor = ((norm + NORM_EPSILON) / max_norm).clamp_(min=1.0).mul_(rows)
         adam(
             [self.values],
             [self.gradient],
@@ -79,13 +81,14 @@ class FlatAdam:
             [],
             [self._step],
             fused=True,
+            grad_scale=divisor,
             amsgrad=False,
             beta1=BETA1,
             beta2=BETA2,
             lr=learning_rate,
             weight_decay=0.0,
             eps=self.epsilon,
-            maximize=False,
+            maximize=True,
         )
         return norm
 

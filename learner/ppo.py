@@ -134,62 +134,68 @@ def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, settings: PpoSettings
     return loss, figures
 
 
-@dataclass(frozen=True)
-class Slopes:
-    """Every row's part in the loss, and how the loss changes with what the policy says about the row.
+class WeighedRows(Protocol):
+    """Rows of a minibatch, float32 [M] each, laid out for `ppo_slopes`: 0 where not valid."""
 
-    One shape throughout, float32, 0 where not valid. Sums divided by the number of valid rows are ppo_loss's figures.
+    @property
+    def old_log_probs(self) -> Tensor: ...
+    @property
+    def old_values(self) -> Tensor: ...
+    @property
+    def advantages(self) -> Tensor: ...
+    @property
+    def returns(self) -> Tensor: ...
+    @property
+    def value_weights(self) -> Tensor:
+        """2 * value_coefficient"""
+        ...
+
+    @property
+    def entropy_weights(self) -> Tensor:
+        """entropy_coefficient"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """How the sum of the rows' objectives, minus their losses, changes with what the policy says about each row.
+
+    Float32 [M] each; the slopes are 0 where not valid. The last two are what figures are made of, and without meaning
+    where not valid.
     """
 
-    gain: Tensor
-    """min(ratio * A, clip(ratio) * A)"""
-    error: Tensor
-    """Squared value error."""
-    entropy: Tensor
-    log_ratio: Tensor
-    """log_prob - old_log_prob"""
     by_log_prob: Tensor
-    """d(loss) / d(log_prob), and so on; the loss is the sum over the rows times `weight`."""
     by_value: Tensor
     by_entropy: Tensor
+    log_ratio: Tensor
+    """log_prob - old_log_prob"""
+    miss: Tensor
+    """Return - value, or of the clipped value if that is what counts; its square is the value error."""
 
 
-def ppo_slopes(evaluation: Evaluation, minibatch: Minibatch, settings: PpoSettings, weight: float) -> Slopes:
-    """The gradient of ppo_loss by hand, for rows that are summed up in parts: a sixth of autograd's operations.
+@torch.no_grad()
+def ppo_slopes(evaluation: Evaluation, rows: WeighedRows, settings: PpoSettings) -> Slopes:
+    """The gradient of -ppo_loss times the number of valid rows, by hand: a sixth of autograd's operations.
 
-    weight: 1 / valid rows of the whole minibatch. Advantages and returns must be 0 where not valid, and everything
-    finite. No gradient flows through the result.
+    Everything must be finite. Rows may be part of a minibatch: the sums of all parts are divided in the end.
     """
-    with torch.no_grad():
-        live = minibatch.valid.to(evaluation.log_probs.dtype)
-        log_ratio = (evaluation.log_probs - minibatch.old_log_probs).mul_(live)
-        ratio = log_ratio.exp()
-        plain = ratio * minibatch.advantages
-        gain = ratio.clamp_(1.0 - settings.clip_range, 1.0 + settings.clip_range).mul_(minibatch.advantages)
-        # Where the clip binds, the gain does not depend on the ratio. Inside the range both are the same number.
-        by_log_prob = torch.where(plain <= gain, plain, 0.0).mul_(-weight)
-        gain = torch.minimum(plain, gain)
-
-        miss = torch.addcmul(-minibatch.returns, evaluation.values, live)
-        error = miss.square()
-        if settings.value_clip_range is not None:
-            old_values = minibatch.old_values * live
-            clip_range = settings.value_clip_range
-            moved = evaluation.values * live - old_values
-            clipped_miss = old_values + moved.clamp(-clip_range, clip_range) - minibatch.returns
-            clipped_error = clipped_miss.square()
-            inside = moved.abs() <= clip_range
-            miss = torch.where(error >= clipped_error, miss, torch.where(inside, clipped_miss, 0.0))
-            error = torch.maximum(error, clipped_error)
-        return Slopes(
-            gain=gain,
-            error=error,
-            entropy=evaluation.entropy * live,
-            log_ratio=log_ratio,
-            by_log_prob=by_log_prob,
-            by_value=miss.mul_(2.0 * settings.value_coefficient * weight),
-            by_entropy=live.mul_(-settings.entropy_coefficient * weight),
-        )
+    log_ratio = evaluation.log_probs - rows.old_log_probs
+    ratio = log_ratio.exp()
+    plain = ratio * rows.advantages
+    clipped = ratio.clamp_(1.0 - settings.clip_range, 1.0 + settings.clip_range).mul_(rows.advantages)
+    # Where the clip binds, the objective does not depend on the ratio. Inside the range both are the same number.
+    by_log_prob = plain.mul_(plain <= clipped)
+    miss = rows.returns - evaluation.values
+    if settings.value_clip_range is None:
+        by_value = miss * rows.value_weights
+    else:
+        clip_range = settings.value_clip_range
+        moved = evaluation.values - rows.old_values
+        clipped_miss = rows.returns - rows.old_values - moved.clamp(-clip_range, clip_range)
+        binds = clipped_miss.abs() > miss.abs()
+        miss = torch.where(binds, clipped_miss, miss)
+        by_value = torch.where(binds & (moved.abs() > clip_range), 0.0, miss) * rows.value_weights
+    return Slopes(by_log_prob, by_value, rows.entropy_weights, log_ratio, miss)
 
 
 def approximate_kl(log_ratio: Tensor, valid: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -33,13 +34,15 @@ from rollout_service.errors import ConfigError, RunFailed
 
 ENVS: Final = ("cartpole", "null")
 SIZES: Final = (16, 64)
-SECONDS: Final = 5.0
+SECONDS: Final = 4.0
 """Measured per run, behind the warm-up. All installed peers, all settings and both parts take under ten minutes."""
 STREAMING: Final = "streaming"
 LOCKSTEP: Final = "lockstep"
-STREAMING_ACTORS: Final[Mapping[tuple[str, int], int]] = {}
-"""Actors of our streaming runs, where it is not DEFAULT_ACTORS: setting -> number."""
-DEFAULT_ACTORS: Final = 2
+LOCKSTEP_ACTORS: Final = 2
+TRIED_ACTORS: Final = (1, 2)
+"""Numbers of actors that streaming is tried with, in each setting; the faster one is our best mode there."""
+TRIAL_S: Final = 2.5
+"""Measured in such a trial, which decides that and nothing else."""
 RESULTS: Final = ("peers.json", "peers.md")
 
 
@@ -54,17 +57,15 @@ class Setting:
     def name(self) -> str:
         return f"{self.env}, {self.envs} envs"
 
-    def case(self, mode: str, seconds: float, actors: int | None = None) -> Case:
+    def case(self, mode: str, actors: int) -> Case:
         """Our run of it. It is stopped from outside."""
-        streams = mode == STREAMING
-        best = STREAMING_ACTORS.get((self.env, self.envs), DEFAULT_ACTORS) if streams else DEFAULT_ACTORS
         return Case(
-            name=f"{mode} {self.name}, {seconds:g} s",
+            name=f"{mode} {self.name}",
             env=f"peer_envs:make_{self.env}",
             num_envs=self.envs,
             updates=None,
-            num_actors=actors or best,
-            max_policy_lag=int(streams),
+            num_actors=actors,
+            max_policy_lag=int(mode == STREAMING),
         )
 
 
@@ -72,6 +73,8 @@ class Setting:
 class Measured:
     """What was found in one setting. Lists are in the order of the runs."""
 
+    actors: int = 1
+    """Of the streaming runs."""
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Side -> env steps per second of each run."""
     ratios: dict[str, list[float]] = field(default_factory=dict)
@@ -112,7 +115,7 @@ def main(words: Sequence[str]) -> int:
         sizes=chosen.envs or SIZES,
         seconds=chosen.seconds,
         repetitions=chosen.repetitions,
-        actors=chosen.actors,
+        actors=chosen.actors or TRIED_ACTORS,
         parts=chosen.part or PARTS,
     ):
         reports = [*(old for old in reports if old.subject != report.subject), report]
@@ -138,7 +141,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--envs", nargs="+", type=int, metavar="N", help="numbers of envs (default: 16 64)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"measured per run (default: {SECONDS:g})")
     parser.add_argument("--repetitions", type=int, default=1, metavar="N", help="rounds (default: 1)")
-    parser.add_argument("--actors", type=int, metavar="N", help="actors of our streaming runs; default: the best known")
+    parser.add_argument(
+        "--actors", nargs="+", type=int, metavar="N", help="actors to try our streaming with (default: 1 2)"
+    )
     parser.add_argument("--part", nargs="+", choices=PARTS, help="speed, time to a return, or both (default: both)")
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep peers.json and peers.md there")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -155,7 +160,7 @@ def measure(
     sizes: Sequence[int] = SIZES,
     seconds: float = SECONDS,
     repetitions: int = 1,
-    actors: int | None = None,
+    actors: Sequence[int] = TRIED_ACTORS,
     parts: Sequence[str] = PARTS,
 ) -> Iterator[Report]:
     """A report after each setting, with all settings so far; the last ones are whole.
@@ -166,9 +171,13 @@ def measure(
         raise ConfigError(f"the peers' runners are part of the repository, not of the package; {RUNNERS} is missing")
     if repetitions < 1 or seconds <= 0:
         raise ConfigError(f"repetitions is {repetitions} and seconds {seconds:g}; both have to be above 0")
-    least = actors or DEFAULT_ACTORS
-    if unfit := [size for size in sizes if size % 4 or size % least]:
-        raise ConfigError(f"{unfit[0]} envs do not split into 4 minibatches and {least} actors; choose a multiple")
+    if min(actors) < 1:
+        raise ConfigError(f"actors is {min(actors)}, the least is 1")
+    whole = math.lcm(4, LOCKSTEP_ACTORS, *actors)
+    if unfit := [size for size in sizes if size < 1 or size % whole]:
+        raise ConfigError(
+            f"{unfit[0]} envs do not split into 4 minibatches and these actors; take a multiple of {whole}"
+        )
     return _measure(peers, envs, sizes, seconds, repetitions, actors, parts)
 
 
@@ -178,29 +187,40 @@ def _measure(
     sizes: Sequence[int],
     seconds: float,
     repetitions: int,
-    actors: int | None,
+    actors: Sequence[int],
     parts: Sequence[str],
 ) -> Iterator[Report]:
     there = [peer for peer in peers if installed(peer)]
     columns: dict[str, Measured] = {}
     if "speed" in parts:
         for setting in (Setting(env, size) for env in envs for size in sizes):
-            found = columns[setting.name] = Measured()
+            found = columns[setting.name] = Measured(actors=fastest(setting, actors))
             for repetition in range(repetitions):
-                one_round(setting, there if repetition % 2 == 0 else there[::-1], seconds, actors, found)
-            yield speed_report(columns, peers, seconds, repetitions, actors)
+                one_round(setting, there if repetition % 2 == 0 else there[::-1], seconds, found)
+            yield speed_report(columns, peers, seconds, repetitions)
     if "return" in parts:
         yield reach.measure(with_peer="sf" in there)
 
 
-def one_round(setting: Setting, peers: Sequence[str], seconds: float, actors: int | None, found: Measured) -> None:
+def fastest(setting: Setting, actors: Sequence[int]) -> int:
+    """The number of actors with which streaming is fastest, from a short run with each."""
+    if len(actors) == 1:
+        return actors[0]
+    rates = {}
+    for number in actors:
+        say(f"{setting.name}: ours, streaming, a trial with {number} actors")
+        rates[number] = median_rate(watched(setting.case(STREAMING, number), TRIAL_S)[0]) or 0.0
+    return max(rates, key=rates.__getitem__)
+
+
+def one_round(setting: Setting, peers: Sequence[str], seconds: float, found: Measured) -> None:
     """Every side once, a streaming run before and after each pair of others."""
     others = [*peers[:1], LOCKSTEP, *peers[1:]]
-    beside = ours(setting, STREAMING, seconds, actors, found)
+    beside = ours(setting, STREAMING, seconds, found)
     for first in range(0, len(others), 2):
         pair = others[first : first + 2]
         rates = {side: one_side(setting, side, seconds, found) for side in pair}
-        after = ours(setting, STREAMING, seconds, actors, found)
+        after = ours(setting, STREAMING, seconds, found)
         for side, ours_then in zip(pair, (beside, after), strict=False):
             if (rate := rates[side]) is not None and ours_then is not None:
                 found.ratios.setdefault(side, []).append(ours_then / rate)
@@ -210,7 +230,7 @@ def one_round(setting: Setting, peers: Sequence[str], seconds: float, actors: in
 def one_side(setting: Setting, side: str, seconds: float, found: Measured) -> float | None:
     """A run of lockstep or of a peer; its rate is kept, or why there is none."""
     if side == LOCKSTEP:
-        return ours(setting, side, seconds, None, found)
+        return ours(setting, side, seconds, found)
     say(f"{setting.name}: {PEERS[side]}")
     try:
         heard = run_peer(side, setting.env, setting.envs, seconds)
@@ -221,9 +241,9 @@ def one_side(setting: Setting, side: str, seconds: float, found: Measured) -> fl
     return kept(found, side, heard.marks)
 
 
-def ours(setting: Setting, mode: str, seconds: float, actors: int | None, found: Measured) -> float | None:
+def ours(setting: Setting, mode: str, seconds: float, found: Measured) -> float | None:
     """A run of ours; of a streaming one also where its time goes. Raises RunFailed: without it there is no table."""
-    case = setting.case(mode, seconds, actors)
+    case = setting.case(mode, found.actors if mode == STREAMING else LOCKSTEP_ACTORS)
     say(f"{setting.name}: ours, {mode}")
     marks, where = watched(case, seconds)
     if mode == STREAMING:
@@ -261,9 +281,7 @@ def kept(found: Measured, side: str, marks: Sequence[Mark]) -> float | None:
     return rate
 
 
-def speed_report(
-    columns: Mapping[str, Measured], peers: Sequence[str], seconds: float, repetitions: int, actors: int | None
-) -> Report:
+def speed_report(columns: Mapping[str, Measured], peers: Sequence[str], seconds: float, repetitions: int) -> Report:
     """The table of all settings so far, with what is missing."""
     versions = {side: text for found in columns.values() for side, text in found.versions.items()}
     broken = {side: text for found in columns.values() for side, text in found.broken.items()}
@@ -279,7 +297,6 @@ def speed_report(
         *(f"{PEERS[peer]}: {versions[peer]}" for peer in peers if peer in versions),
         *([f"not installed: {', '.join(missing)}; bench/peers/install.sh NAME"] if missing else []),
         *(f"{PEERS.get(side, side)} broke: {text.splitlines()[-1]}" for side, text in broken.items()),
-        *([f"streaming with {actors} actors, as asked for"] if actors is not None else []),
     )
     return Report("peers", "env steps per second, training included",
                   {name: found.figures() for name, found in columns.items()}, notes)  # fmt: skip

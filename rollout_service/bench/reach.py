@@ -34,12 +34,16 @@ PEER: Final = "sf"
 EPISODES_VARIABLE: Final = "PEER_EPISODES"
 OURS_ONLY_IN_ACTORS: Final = {"PEER_EPISODES_WHERE": "ROLLOUT_SERVICE_ACTOR"}
 """Our probe steps the env too."""
+ACTORS: Final = 1
+"""On two cores: one collects, one learns, and one process less has to start."""
 SETTINGS: Final[dict[str, Any]] = {
-    "learning-rate": 3e-3,
-    "epochs": 4,
-    "envs-per-minibatch": 4,
+    "learning-rate": 2e-3,
+    "epochs": 6,
+    "normalize-observations": True,
+    "normalize-returns": True,
 }
-"""Of ours, where they differ from those of the speed comparison."""
+"""Of ours, where they differ from those of the speed comparison. Of learning rates of 1e-3 to 3e-3, 4 to 8 epochs, 32
+to 128 steps, entropy 0 and 0.01, these needed the fewest seconds, with the least spread between seeds."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,15 @@ def speedups(found: Figures, sides: Sequence[str]) -> Figures:
 
 def our_case(seed: int) -> Case:
     """Our run; it is stopped once the goal is reached."""
-    return Case("return", "peer_envs:make_cartpole", ENVS, None, max_policy_lag=1, other={"seed": seed, **SETTINGS})
+    return Case(
+        "return",
+        "peer_envs:make_cartpole",
+        ENVS,
+        None,
+        num_actors=ACTORS,
+        max_policy_lag=1,
+        other={"seed": seed, **SETTINGS},
+    )
 
 
 def run_ours(seed: int, goal: float = GOAL) -> Reached:

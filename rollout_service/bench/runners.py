@@ -103,11 +103,20 @@ def runner(
     clean = environment(extra or {})
     # Our own source tree must not be importable there, whatever a peer calls its modules.
     clean.pop("PYTHONPATH")
-    # Some leave links and folders where they run.
-    with tempfile.TemporaryDirectory(prefix="rs-peer-", ignore_cleanup_errors=True) as directory, subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=errors, text=True, env=clean,
-        start_new_session=True, cwd=directory,
-    ) as process:  # fmt: skip
+    with (
+        # Some leave links and folders where they run, and in the system's place for temporary files.
+        tempfile.TemporaryDirectory(prefix="rs-peer-", ignore_cleanup_errors=True) as directory,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=errors,
+            text=True,
+            env={**clean, "TMPDIR": directory},
+            cwd=directory,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             yield process
         finally:

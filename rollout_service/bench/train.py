@@ -45,7 +45,7 @@ class Case:
     encoder_dim: int = ENCODER
     minibatches: int = 4
     other: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of `train`."""
+    """Further settings of `train`; True: a switch."""
 
     def words(self) -> list[str]:
         """The command line after `rollout-service`, but for the run directory."""
@@ -66,7 +66,9 @@ class Case:
             **({"max-policy-lag": self.max_policy_lag} if self.max_policy_lag else {}),
             **self.other,
         }
-        options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        options = [
+            word for name, value in settings.items() for word in (f"--{name}", *([] if value is True else [str(value)]))
+        ]
         return ["train", *options, "--no-tensorboard", "--json"]
 
     def streaming(self, *, num_actors: int) -> Case:

@@ -67,22 +67,29 @@ class Evaluated(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CategoricalEvaluated:
-    """log p [C, M], p, the choices [1, M], and what follows from them."""
+    """What follows from logits [C, M]."""
 
     log_p: Tensor
+    """[C, M]"""
     p: Tensor
+    """[C, M]"""
     choice: Tensor
+    """int64 [1, M]"""
     log_probs: Tensor
-    entropy: Tensor
+    negated_entropy: Tensor
+
+    @property
+    def entropy(self) -> Tensor:
+        return -self.negated_entropy
 
     def gradient(self, by_log_prob: Tensor, by_entropy: Tensor) -> Tensor:
         """With H the entropy and a the choice, at logit j:
 
         d log p_a = [j = a] - p_j,  dH = -p_j (log p_j + H)
         """
-        back = (self.log_p + self.entropy).mul_(by_entropy).add_(by_log_prob).mul_(self.p).neg_()
+        back = torch.addcmul(by_log_prob, self.log_p - self.negated_entropy, by_entropy).mul_(self.p).neg_()
         return back.scatter_add_(0, self.choice, by_log_prob.unsqueeze(0))
 
 
@@ -131,9 +138,7 @@ class Categorical:
         log_p = torch.log_softmax(parameters, dim=0)
         choice = (actions - self.start if self.start else actions).unsqueeze(0)
         p = log_p.exp()
-        return CategoricalEvaluated(
-            log_p, p, choice, log_p.gather(0, choice).squeeze(0), torch.mul(p, log_p).sum(0).neg_()
-        )
+        return CategoricalEvaluated(log_p, p, choice, log_p.gather(0, choice)[0], torch.mul(p, log_p).sum(0))
 
     def log_prob(self, logits: Tensor, actions: Tensor) -> Tensor:
         """Log-probs [...] of actions [...] under logits [..., C]."""

@@ -78,6 +78,8 @@ class Core(Protocol):
 class LSTMCore(nn.Module):
     """LSTM (Hochreiter and Schmidhuber 1997; Gers et al. 2000) with exact resets inside whole-sequence kernels."""
 
+    shut: Tensor
+
     def __init__(
         self, inputs: int, hidden_dim: int, num_layers: int, generator: torch.Generator, chrono_max: float | None = None
     ) -> None:
@@ -111,9 +113,12 @@ class LSTMCore(nn.Module):
 
     def layer_weights(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """weight_ih [4H, D], weight_hh [4H, H], bias_ih [4H], bias_hh [4H]."""
-        weight_ih = self.get_parameter(f"weight_ih_l{layer}")
-        weight_hh = self.get_parameter(f"weight_hh_l{layer}")
-        return weight_ih, weight_hh, self.get_parameter(f"bias_ih_l{layer}"), self.get_parameter(f"bias_hh_l{layer}")
+        # Not get_parameter: it splits and walks a path, which shows in a minibatch of a few rows.
+        weight_ih: Tensor = getattr(self, f"weight_ih_l{layer}")
+        weight_hh: Tensor = getattr(self, f"weight_hh_l{layer}")
+        bias_ih: Tensor = getattr(self, f"bias_ih_l{layer}")
+        bias_hh: Tensor = getattr(self, f"bias_hh_l{layer}")
+        return weight_ih, weight_hh, bias_ih, bias_hh
 
     def step_weights(self) -> StepWeights:
         """Per layer one matrix [D + H, 4H] and one bias [4H], gates reordered i, f, o, g: three share a sigmoid."""
@@ -212,7 +217,7 @@ class LSTMCore(nn.Module):
         """x [P, n, D or D + 1] -> [P, n, H]."""
         weights = self.layer_weights(layer)
         if flagged:
-            weights = (torch.cat([weights[0], self.get_buffer("shut")], dim=1), *weights[1:])
+            weights = (torch.cat([weights[0], self.shut], dim=1), *weights[1:])
         out, _, _ = torch.lstm(
             x.contiguous(),
             (hidden.unsqueeze(0).contiguous(), cell.unsqueeze(0).contiguous()),

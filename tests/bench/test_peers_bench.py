@@ -61,7 +61,7 @@ def our_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_sides_take_turns_and_every_ratio_is_to_a_neighbour(install, our_runs) -> None:
     install("puf", ANSWERS)
     (report,) = measure(["puf", "sb3"], envs=["cartpole"], sizes=[16], parts=["speed"])
-    assert our_runs == [STREAMING, LOCKSTEP, STREAMING]
+    assert our_runs == [STREAMING, STREAMING, STREAMING, LOCKSTEP, STREAMING], "two trials, then the round"
     figures = report.cases["cartpole, 16 envs"]
     assert figures["pufferlib_steps_per_s"] == 500.0
     assert figures["streaming_over_pufferlib_times"] == 2.0
@@ -71,6 +71,15 @@ def test_sides_take_turns_and_every_ratio_is_to_a_neighbour(install, our_runs) -
     shown = plain(report)
     assert "PufferLib: puf 9, quick" in shown
     assert "not installed: sb3-contrib (sb3); bench/peers/install.sh NAME" in shown
+
+
+def test_streaming_takes_the_number_of_actors_that_is_faster_in_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(case: Case, seconds: float) -> tuple[list[Mark], Figures]:
+        return [Mark(float(number), number * 100 * case.num_actors) for number in range(6)], {}
+
+    monkeypatch.setattr(peers, "watched", watched)
+    assert peers.fastest(Setting("null", 16), (1, 4, 2)) == 4
+    assert peers.fastest(Setting("null", 16), (2,)) == 2
 
 
 def test_a_peer_that_breaks_is_said_with_its_last_words(install, our_runs) -> None:
@@ -109,7 +118,7 @@ def test_a_peer_that_is_not_there_is_refused_in_words(tmp_path: Path, monkeypatc
 
 def test_our_runs_have_the_sizes_of_the_comparison_in_both_modes() -> None:
     for mode, lag in ((STREAMING, 1), (LOCKSTEP, 0)):
-        config = parse_train(Setting("null", 64).case(mode, 5.0).words()[1:])
+        config = parse_train(Setting("null", 64).case(mode, 2).words()[1:])
         assert isinstance(config.num_actors, int)
         assert (config.env, config.num_actors * config.envs_per_actor) == ("peer_envs:make_null", 64)
         assert (config.hidden_dim, config.encoder_dim, config.num_steps, config.epochs) == (128, 64, 128, 4)
@@ -139,7 +148,13 @@ def test_the_command_keeps_both_files_and_prints_one_document(
 
 @pytest.mark.parametrize(
     ("keywords", "needle"),
-    [({"repetitions": 0}, "repetitions is 0"), ({"seconds": 0.0}, "seconds 0"), ({"sizes": [18]}, "18 envs")],
+    [
+        ({"repetitions": 0}, "repetitions is 0"),
+        ({"seconds": 0.0}, "seconds 0"),
+        ({"sizes": [18]}, "18 envs"),
+        ({"actors": [0]}, "actors is 0"),
+        ({"actors": [3]}, "multiple of 12"),
+    ],
 )
 def test_wrong_numbers_are_refused_before_anything_runs(keywords: dict, needle: str) -> None:
     with pytest.raises(ConfigError, match=needle):
