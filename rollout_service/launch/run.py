@@ -178,6 +178,7 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
             total_updates=total_updates,
             num_actors=spec.num_actors,
             started=started,
+            streaming=config.max_policy_lag > 0,
             env_steps=resume_point.env_steps,
             updates=resume_point.updates,
         )

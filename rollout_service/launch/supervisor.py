@@ -88,7 +88,6 @@ class Supervisor:
         self._shown_at = -math.inf
         streaming = config.max_policy_lag > 0
         self.stragglers = StragglerWatch(preempts=config.preempt_share < 1.0, streaming=streaming)
-        self._slowest = self.metrics.behind if streaming else self.metrics.slowest
         self.ages = AgeWatch(config.max_policy_lag)
 
     def run(self) -> Ending:
@@ -314,7 +313,7 @@ class Supervisor:
             lags=event.lags,
             now=now,
         )
-        for text in (gone_without(event), self.stragglers.notice(self._slowest())):
+        for text in (gone_without(event), self.stragglers.notice(self.metrics.slowest())):
             if text is not None:
                 self.journal.say(text)
 

@@ -62,9 +62,9 @@ class Summary:
     num_actors: int
     restarts: int
     slowest_actor: int | None
-    """The actor that the others waited for longest, over the last minute."""
+    """The actor that the others waited for longest, over the last minute; in streaming the one that brings least."""
     slowest_share: float
-    """Share of that time in which they did."""
+    """Share of that time in which they did; in streaming what it lacks of a typical actor's steps."""
     actor_split: Mapping[str, float]
     """Phase -> share of the actors' time, over the last updates."""
     learner_split: Mapping[str, float]
@@ -74,6 +74,7 @@ class Summary:
     version: int | None = None
     """Of the weights that the last update made."""
     learner_restarts: int = 0
+    streaming: bool = False
     policy_lags: Mapping[int, int] = field(default_factory=dict)
     """Policy lag in updates -> rollouts trained on with it, so far."""
 
@@ -86,6 +87,8 @@ class RunMetrics:
     total_updates: int
     num_actors: int
     started: float
+    streaming: bool = False
+    """Nobody waits for anybody: who is slow brings less."""
     env_steps: int = 0
     updates: int = 0
     restarts: int = 0
@@ -190,12 +193,8 @@ class RunMetrics:
                 self._successes.append(episode.success)
 
     def slowest(self) -> Slowest | None:
-        """The actor that the others waited for longest."""
-        return self._waits.slowest()
-
-    def behind(self) -> Slowest | None:
-        """The actor that brings the fewest env steps, and by how much less than the typical one."""
-        return self._pace.slowest()
+        """The actor that the others waited for longest; in streaming the one that brings fewest steps."""
+        return self._pace.slowest() if self.streaming else self._waits.slowest()
 
     def update(
         self,
@@ -252,6 +251,7 @@ class RunMetrics:
             counters={name: count for name, count in self.counters.items() if count},
             version=self.version,
             learner_restarts=self.learner_restarts,
+            streaming=self.streaming,
             policy_lags=dict(sorted(self.policy_lags.items())),
         )
 
@@ -278,7 +278,7 @@ def log_record(summary: Summary) -> dict[str, float]:
         "actors/alive": summary.actors_alive,
         "actors/restarts": summary.restarts,
         "actors/slowest": summary.slowest_actor,
-        "actors/slowest_waited_share": summary.slowest_share,
+        f"actors/slowest_{'behind' if summary.streaming else 'waited'}_share": summary.slowest_share,
         "learner/restarts": summary.learner_restarts,
         "learner/version": summary.version,
         **{f"learner/{name}": value for name, value in summary.figures.items()},

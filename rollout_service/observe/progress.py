@@ -121,13 +121,21 @@ def plain_line(summary: Summary) -> str:
         f"actors {summary.actors_alive}/{summary.num_actors}",
         *([f"restarts {summary.restarts}"] if summary.restarts else []),
         *(
-            [f"waited for actor {summary.slowest_actor} {summary.slowest_share:.0%}"]
+            [
+                f"{'slow:' if summary.streaming else 'waited for'} actor {summary.slowest_actor} {summary.slowest_share:.0%}"
+            ]
             if summary.slowest_actor is not None and summary.slowest_share >= NOTICED_SHARE
             else []
         ),
         *([f"learner restarts {summary.learner_restarts}"] if summary.learner_restarts else []),
     ]
     return "  ".join(parts)
+
+
+def _slowness(summary: Summary) -> str:
+    if summary.streaming:
+        return f"brings {1 - summary.slowest_share:.0%} of a typical actor's steps"
+    return f"waited for {summary.slowest_share:.0%} of the time"
 
 
 def panel(title: str, summary: Summary) -> Panel:
@@ -159,7 +167,7 @@ def panel(title: str, summary: Summary) -> Panel:
     )
     restarts = f"   restarts {summary.restarts}" if summary.restarts else ""
     slowest = (
-        f"   slowest {summary.slowest_actor} (waited for {summary.slowest_share:.0%} of the time)"
+        f"   slowest {summary.slowest_actor} ({_slowness(summary)})"
         if summary.slowest_actor is not None and summary.num_actors > 1
         else ""
     )
