@@ -121,15 +121,17 @@ def plain_line(summary: Summary) -> str:
         f"actors {summary.actors_alive}/{summary.num_actors}",
         *([f"restarts {summary.restarts}"] if summary.restarts else []),
         *(
-            [
-                f"{'slow:' if summary.streaming else 'waited for'} actor {summary.slowest_actor} {summary.slowest_share:.0%}"
-            ]
+            [f"{_slow_word(summary)} actor {summary.slowest_actor} {summary.slowest_share:.0%}"]
             if summary.slowest_actor is not None and summary.slowest_share >= NOTICED_SHARE
             else []
         ),
         *([f"learner restarts {summary.learner_restarts}"] if summary.learner_restarts else []),
     ]
     return "  ".join(parts)
+
+
+def _slow_word(summary: Summary) -> str:
+    return "behind:" if summary.streaming else "waited for"
 
 
 def _slowness(summary: Summary) -> str:
