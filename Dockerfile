@@ -5,6 +5,17 @@
 #
 # TORCH_INDEX: where torch comes from. The default is its CPU build; empty takes the default index, whose build has CUDA.
 ARG PYTHON_VERSION=3.11
+
+# The package, in a stage of its own because it has a part in C: the image needs no compiler.
+FROM python:${PYTHON_VERSION}-slim AS wheel
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev
+WORKDIR /opt/rollout-service
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY rollout_service rollout_service
+COPY workers workers
+COPY learner learner
+RUN pip wheel --no-deps --wheel-dir /tmp/wheel .
+
 FROM python:${PYTHON_VERSION}-slim
 
 ENV PYTHONUNBUFFERED=1 \
@@ -26,11 +37,8 @@ COPY constraints.txt .
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-deps ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} --constraint constraints.txt torch
 
-COPY pyproject.toml README.md LICENSE ./
-COPY rollout_service rollout_service
-COPY workers workers
-COPY learner learner
-RUN pip install --constraint constraints.txt .
+COPY --from=wheel /tmp/wheel /tmp/wheel
+RUN pip install --constraint constraints.txt /tmp/wheel/*.whl
 
 WORKDIR /home/rollout
 COPY examples examples

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from rollout_service.control.attendance import Attendance
 from rollout_service.control.messages import Hello, Role
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from rollout_service.control.client import Client
     from rollout_service.control.messages import Welcome
 
-POLITE_POOL: Final = {"GOMP_SPINCOUNT": "20000"}
-"""Threads of the pool spin for some microseconds at a barrier, then sleep. A kernel has thousands of barriers: sleeping
-at each took three times as long as one thread, spinning without end takes the cores from actors that still step."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = role_parser("python -m learner", "The learner of one run.")
@@ -36,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run directory")
     chosen = parser.parse_args(arguments)
     by_hand = begin("learner", on_death=signal.SIGTERM)
-    for name, value in POLITE_POOL.items():
-        os.environ.setdefault(name, value)
     # Torch takes seconds to import: only after the ties to the parent are in place. Until then SIGTERM has its default
     # effect, at once: a stop must not wait for an import to end.
     from learner.session import LearnerSession, take_seat

@@ -95,9 +95,13 @@ class PaddedBatch:
         self._block_rows = IMAGE_BLOCK_ROWS if self._inputs.images else BLOCK_ROWS
         self._whole = batch.valid.device.type != "cpu"
 
+    def num_blocks(self, rows: int) -> int:
+        """Blocks of a minibatch of so many rows."""
+        return 1 if self._whole else num_blocks(rows, self._block_rows)
+
     def split(self, rows: Rows) -> list[Rows]:
         """The rows of a minibatch as blocks: alike in number and, as far as that goes, in padded steps."""
-        count = 1 if self._whole else num_blocks(len(rows), self._block_rows)
+        count = self.num_blocks(len(rows))
         if count == 1:
             return [rows]
         ordered = rows[np.argsort(self.lengths[rows], kind="stable")]
@@ -106,7 +110,9 @@ class PaddedBatch:
     def take(self, rows: Rows) -> Block:
         """The contents of a block."""
         steps = int(self.lengths[rows].max())
-        chosen = torch.from_numpy(rows).to(self._source.device)
+        chosen = torch.from_numpy(rows)
+        if self._whole:
+            chosen = chosen.to(self._source.device)
         source = self._source[:steps].index_select(1, chosen).view(-1)
         numbers = self._numbers[:, :steps].index_select(2, chosen).view(len(self._numbers), -1)
         *fields, flags = numbers.unbind(0)

@@ -1,10 +1,11 @@
 """The epochs of one update: minibatches of whole env rows, clipped PPO, one optimiser step each.
 
-    batch -> shuffled minibatches -> forward, loss, gradient, clip -> Adam      epochs x minibatches times
+    batch laid out -> shuffled minibatches -> blocks on threads: forward, slopes, gradient
+                                           -> gradients added in order -> clip -> Adam     epochs x minibatches times
 
-Writer and reader: the trainer, one thread. Writes the policy's parameters and the optimiser's moments, nothing else.
-What must never happen: a stop in the middle of a minibatch. Left to others: what a stopped update is rolled back to,
-advantages, statistics, checkpoints' files.
+Writer and reader: the trainer. Writes the policy's parameters and the optimiser's moments, nothing else. What must
+never happen: a stop in the middle of a minibatch; a result that depends on the number of threads. Left to others: what
+a stopped update is rolled back to, advantages, statistics, checkpoints' files.
 
 Axis letters: T steps, n envs of a minibatch, N envs of the batch.
 """
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.blocks import Block, PaddedBatch, Rows, parts
+from learner.blocks import Block, PaddedBatch, Rows, num_blocks, parts
 from learner.crew import Crew, one_thread
 from learner.figures import Terms, mean_figures, mean_kl
 from learner.optimizer import FlatAdam
@@ -88,7 +89,8 @@ class Epochs:
         counts: list[int] = []
         norms: list[Tensor] = []
         first_deviation = 0.0
-        with one_thread(), Crew(thread_count(self.config, len(batch))) as crew:
+        blocks_at_most = padded.num_blocks(min(self.config.envs_per_minibatch, len(batch)))
+        with one_thread(), Crew(thread_count(self.config, blocks_at_most)) as crew:
             for rows in self._passes(len(batch), shuffle):
                 if should_stop is not None and should_stop():
                     return Outcome.ABANDONED, {}
@@ -109,7 +111,7 @@ class Epochs:
                 )
         self.policy.weights_changed()
         figures = mean_figures(seen, sum(counts), self._settings)
-        figures["grad_norm"] = float(torch.stack(norms).mean()) if norms else 0.0
+        figures["grad_norm"] = _mean_norm(norms, counts)
         if not math.isfinite(figures["grad_norm"]):
             raise RunFailed(
                 f"the gradient norm of the update is {figures['grad_norm']}: the weights are not finite any more and "
@@ -147,10 +149,26 @@ class Epochs:
         gradients = torch.autograd.grad(features, self._body, back)
         return _Part((*gradients, *head_gradients), Terms.of(heads, slopes, block))
 
+    @torch.no_grad()
     def evaluate(self, minibatch: SequenceBatch) -> SequenceEvaluation:
-        """The current policy's view of a minibatch."""
+        """The current policy's view of a minibatch, without gradients."""
+        count = num_blocks(len(minibatch)) if minibatch.valid.device.type == "cpu" else 1
+        if count <= 1:
+            return self._view(minibatch)
+        blocks = [minibatch.take(rows) for rows in torch.arange(len(minibatch)).tensor_split(count)]
+        views: list[SequenceEvaluation] = []
+        with one_thread(), Crew(thread_count(self.config, count)) as crew:
+            crew.run(count, lambda block: self._view(blocks[block]), lambda _, view: views.append(view))
+        return SequenceEvaluation(
+            torch.cat([view.log_probs for view in views]),
+            torch.cat([view.values for view in views]),
+            torch.cat([view.entropy for view in views]),
+        )
+
+    @torch.no_grad()  # of this thread
+    def _view(self, rows: SequenceBatch) -> SequenceEvaluation:
         return self.policy.evaluate_sequences(
-            minibatch.obs_seq, minibatch.actions, minibatch.episode_starts, minibatch.initial_state, minibatch.valid
+            rows.obs_seq, rows.actions, rows.episode_starts, rows.initial_state, rows.valid
         )
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
@@ -162,6 +180,14 @@ class Epochs:
         self._optimizer.load_arrays(
             {name.removeprefix("adam/"): array for name, array in arrays.items() if name.startswith("adam/")}
         )
+
+
+def _mean_norm(norms: list[Tensor], counts: list[int]) -> float:
+    """Mean over the steps of the norm of the mean gradient. norms: of the rows' sum; counts: rows of each minibatch."""
+    if not norms:
+        return 0.0
+    rows = torch.tensor(counts[: len(norms)], dtype=torch.float64).clamp_(min=1.0)
+    return float((torch.stack(norms).double().cpu() / rows).mean())
 
 
 def deviations(evaluation: SequenceEvaluation, minibatch: SequenceBatch) -> Tensor:

@@ -164,11 +164,19 @@ def generalized_advantages(
     """
     _require_one_shape(rewards=rewards, values=values, next_values=next_values, ended=ended)
     gamma, lam = float(gamma), float(lam)
-    advantages = np.ascontiguousarray((rewards + gamma * next_values - values).T)
-    decays = np.where(np.ascontiguousarray(ended.T), 0.0, gamma * lam).astype(advantages.dtype, copy=False)
-    for t in range(len(advantages) - 2, -1, -1):
-        advantages[t] += decays[t] * advantages[t + 1]
-    return np.ascontiguousarray(advantages.T)
+    return flow_back(rewards + gamma * next_values - values, np.where(ended, 0.0, gamma * lam))
+
+
+def flow_back(increments: NDArray[F], decays: NDArray[np.floating[Any]]) -> NDArray[F]:
+    """x[t] = increments[t] + decays[t] * x[t+1], with nothing behind the last column: the recursion of GAE and V-trace.
+
+    increments, decays: float [N, T]. Returns float [N, T] of the dtype of the increments.
+    """
+    sums = increments.T.copy()  # time-major: a step reads and writes contiguous rows
+    factors = decays.T.astype(sums.dtype, order="C")
+    for t in range(len(sums) - 2, -1, -1):
+        sums[t] += factors[t] * sums[t + 1]
+    return np.ascontiguousarray(sums.T)
 
 
 def _require_one_shape(**arrays: NDArray[np.generic]) -> None:

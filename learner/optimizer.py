@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim.adam import adam
 
 ALIGNMENT: Final = 16
 """Floats. Every parameter starts on a cache line, as in memory of its own: matrix products may round by address."""
@@ -69,26 +68,25 @@ class FlatAdam:
 
     @torch.no_grad()
     def step(self, *, rows: int, learning_rate: float, max_norm: float) -> Tensor:
-        """One step up the gradient / rows, cut to max_norm before. Returns the norm before the cut, a scalar."""
-        norm: Tensor = torch.linalg.vector_norm(self.gradient) / rows
+        """One step up the gradient / rows, cut to max_norm before. Returns the norm of the whole gradient, a scalar."""
+        norm: Tensor = torch.linalg.vector_norm(self.gradient)
         # Divided in the kernel that takes the step: by the rows, and by how far the norm is too large.
-        divisor = ((norm + NORM_EPSILON) / max_norm).clamp_(min=1.0).mul_(rows)
-        adam(
+        divisor = norm.add(rows * NORM_EPSILON).div_(max_norm).clamp_(min=rows)
+        torch._fused_adam_(
             [self.values],
             [self.gradient],
             [self._first],
             [self._second],
             [],
-            [self._step],
-            fused=True,
-            grad_scale=divisor,
-            amsgrad=False,
+            [self._step.add_(1.0)],
+            lr=learning_rate,
             beta1=BETA1,
             beta2=BETA2,
-            lr=learning_rate,
             weight_decay=0.0,
             eps=self.epsilon,
+            amsgrad=False,
             maximize=True,
+            grad_scale=divisor,
         )
         return norm
 

@@ -45,9 +45,10 @@ from learner.cells import (
     require_size,
     spaces_of,
 )
-from learner.gae import Estimator, advantages_and_returns
+from learner.gae import Estimator
 from learner.rollout_views import CARRY, Epochs, RolloutViews
 from learner.sequences import Generator, SequenceBatch, check_envs_per_minibatch, materialize
+from learner.single_pass import write_advantages
 from rollout_service.config import GaeRule
 from rollout_service.errors import IncompleteRollout, OutOfOrder, ShapeError
 from rollout_service.memory.schema import FINAL_PREFIX, Per, rollout_fields
@@ -270,7 +271,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         reward_scale: factor on rewards here only, the stored ones stay raw.
         truncation_as_termination: time limits as real ends; biased, for ablations.
         Raises OutOfRange, ShapeError, and IncompleteRollout for a row that was not written, is not finite, or is
-        truncated without a truncation value under boundary_correct.
+        truncated without a truncation value under boundary_correct; rows that were refused leave no products at all.
         """
         steps = self._per_env("valid_steps", valid_steps, low=0, high=self._num_steps)
         estimator = Estimator(
@@ -287,10 +288,11 @@ class RecurrentRolloutBuffer(RolloutViews):
         self._forget_products()
         columns = int(steps.max())
         rows = {name: array[:, :columns] for name, array in self._arrays.items() if self._fields[name].per is Per.STEP}
-        within = np.arange(columns) < steps[:, None]
-        advantages, returns = advantages_and_returns(rows, last, steps, estimator)
-        np.copyto(rows["advantages"], advantages, where=within, casting="same_kind")
-        np.copyto(rows["returns"], returns, where=within, casting="same_kind")
+        try:
+            write_advantages(rows, last, steps, estimator)
+        except IncompleteRollout:
+            self.reset()
+            raise
         if self._cells is not None:
             self._arrays["last_values"][steps > 0] = last[steps > 0]
         self._covered = _Covered(steps, self._epochs())

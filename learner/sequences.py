@@ -123,46 +123,49 @@ def materialize(
     that an embedding or a gather can take them.
     owned: the arrays are the caller's own copies of a rollout: the batch then shares those of which it takes every row,
     and writes the harmless contents into them.
+    Every field is copied once at most, in one piece where all envs and columns are taken.
     """
     steps = valid_steps[env_ids]
     columns = int(steps.max(initial=0))
-    shared = owned and len(env_ids) == len(valid_steps) and columns == arrays["valid"].shape[1]
+    every_env = bool(np.array_equal(env_ids, np.arange(len(valid_steps))))
+    whole = every_env and columns == arrays["valid"].shape[1]
 
     def rows(name: str) -> NDArray[Any]:
-        # An index array always copies.
-        return arrays[name] if shared else np.ascontiguousarray(arrays[name][env_ids, :columns])
+        if every_env:
+            part = arrays[name][:, :columns]
+            return part if owned and whole else part.copy()
+        return np.ascontiguousarray(arrays[name][env_ids, :columns])  # an index array always copies
 
+    taken = np.s_[:] if every_env else env_ids  # of the fields that are read and not kept
+    flags = {name: arrays[name][taken, :columns] for name in ("terminated", "truncated", "valid")}
     within = np.arange(columns) < steps[:, None]
-    valid = rows("valid").astype(np.bool_) & within
-    starts = episode_starts(ended(rows("terminated"), rows("truncated"), valid), arrays["episode_start_carry"][env_ids])
+    valid = flags["valid"].astype(np.bool_) & within
+    gaps = None if valid.all() else np.nonzero(~valid)
+    starts = episode_starts(ended(flags["terminated"], flags["truncated"], valid), arrays["episode_start_carry"][taken])
     starts[~within] = 0.0
 
     def harmless(name: str) -> Tensor:
-        copy = rows(name)
-        copy[~valid] = copy[valid][0] if copy.dtype.kind == "i" and valid.any() else 0
-        return _tensor(copy, device)
+        own = rows(name)
+        if gaps is not None:
+            own[gaps] = own[valid][0] if own.dtype.kind == "i" and valid.any() else 0
+        return torch.from_numpy(own).to(device)
 
-    leaves = {name: harmless(name) for name in arrays if name.startswith(OBSERVATIONS)}
-    return SequenceBatch(
-        obs_seq=leaves.get(OBSERVATIONS, leaves),
-        actions=harmless("actions"),
-        episode_starts=_tensor(starts, device),
-        old_log_probs=harmless("log_probs"),
-        old_values=harmless("values"),
-        advantages=harmless("advantages"),
-        returns=harmless("returns"),
-        initial_state={
-            name: _tensor(np.ascontiguousarray(arrays[name][env_ids, 0].swapaxes(0, 1)), device) for name in state_names
-        },
-        valid=_tensor(valid, device),
-        env_ids=_tensor(env_ids.copy(), device),
-    )
-
-
-def _tensor(own_copy: NDArray[Any], device: torch.device | str) -> Tensor:
-    """A tensor over an array that nothing else refers to. An inference tensor would break a later backward."""
-    with torch.inference_mode(False):
-        return torch.from_numpy(own_copy).to(device)
+    with torch.inference_mode(False):  # an inference tensor would break a later backward
+        leaves = {name: harmless(name) for name in arrays if name.startswith(OBSERVATIONS)}
+        return SequenceBatch(
+            obs_seq=leaves.get(OBSERVATIONS, leaves),
+            actions=harmless("actions"),
+            episode_starts=torch.from_numpy(starts).to(device),
+            old_log_probs=harmless("log_probs"),
+            old_values=harmless("values"),
+            advantages=harmless("advantages"),
+            returns=harmless("returns"),
+            initial_state={
+                name: torch.from_numpy(arrays[name][taken, 0].swapaxes(0, 1).copy()).to(device) for name in state_names
+            },
+            valid=torch.from_numpy(valid).to(device),
+            env_ids=torch.from_numpy(env_ids.copy()).to(device),
+        )
 
 
 def permutation(n: int, generator: Generator) -> Tensor:

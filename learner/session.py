@@ -26,7 +26,6 @@ import torch
 
 from learner.epochs import Outcome
 from learner.rollout_buffer import RecurrentRolloutBuffer
-from learner.staging import thread_count
 from learner.trainer import Trainer
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import Checkpoint
@@ -52,7 +51,7 @@ class LearnerSession:
         self.spec = RunSpec.from_json(welcome.run_spec)
         self.config = TrainConfig.model_validate_json(welcome.config)
         self.run_dir = _required(run_dir or self.config.run_dir)
-        torch.set_num_threads(thread_count(self.config, self.spec.num_envs))
+        torch.set_num_threads(1)  # threads share blocks of rows, not operations
         total = check_fits_one_rollout(self.config, self.spec.num_actors)
         self.trainer = Trainer(self.config, self.spec, total_updates=total)
         self.memory = RolloutMemory.attach(welcome.rollout_segment)
@@ -125,6 +124,7 @@ class LearnerSession:
                 self.client.send(self._published)
             return
         self.client.pulse.phase = "updating"
+        checked = self._verify(batch)
         report = self.trainer.update(
             self.banks.get(batch.slots) or RecurrentRolloutBuffer.over(self.memory, batch.slots),
             valid_steps=batch.valid_steps,
@@ -145,7 +145,7 @@ class LearnerSession:
             update=batch.update,
             version=self.version,
             seeded=self._seeded(batch),
-            metrics=report.metrics,
+            metrics=report.metrics | ({"slots_checked": float(checked)} if checked else {}),
             seconds=report.seconds,
             checkpoint=str(self.checkpoint()) if due else None,
         )
@@ -172,8 +172,18 @@ class LearnerSession:
 
     def _release(self, batch: Batch) -> None:
         """Lets actors have the slots while the update goes on. In lockstep PUBLISH does: nobody could fill them yet."""
+        self._verify(batch)
         if self.spec.max_policy_lag > 0:
             self.client.send(Release(update=batch.update))
+
+    def _verify(self, batch: Batch) -> int:
+        """How many slots have a checksum. Raises TornSlot if one of them is not as it was committed."""
+        committed = zip(batch.slots, batch.versions, batch.valid_steps, strict=True)
+        return sum(
+            self.memory.verify(slot, version=version, valid_steps=steps)
+            for slot, version, steps in committed
+            if version > 0 and steps > 0
+        )
 
     def checkpoint(self) -> Path:
         self.client.pulse.phase = "checkpointing"

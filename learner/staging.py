@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 
-from learner.blocks import num_blocks
 from rollout_service.config import Device, TrainConfig
 from rollout_service.errors import ConfigError
 
@@ -55,14 +54,16 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
-def thread_count(config: TrainConfig, num_envs: int) -> int:
-    """Threads that share the blocks of a minibatch on a CPU. num_envs: N.
+def thread_count(config: TrainConfig, blocks: int) -> int:
+    """Threads that share the blocks of a minibatch on a CPU: "auto" is every usable core, up to one per block.
 
-    "auto" is every usable core, but no more than a minibatch has blocks.
+    No operation is shared by threads. Two cores, LSTM of 128, T = 128, ms per update with one thread, two threads that
+    share blocks, two inside each operation: 16 rows a minibatch 138, 88, 108; beside a process that takes 45 % of a
+    core 138, 117, 268. 4 rows, one block, 43; as two blocks on two threads also 43, for twice the work.
     """
     if config.learner_threads != "auto":
         return config.learner_threads
-    return min(usable_cores(), num_blocks(min(config.envs_per_minibatch, num_envs)))
+    return max(1, min(usable_cores(), blocks))
 
 
 def keep_freed_memory() -> bool:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.gae import flow_back
 from rollout_service.errors import ShapeError
 
 F = TypeVar("F", bound=np.floating[Any])
@@ -43,10 +44,7 @@ def vtrace(
         raise ShapeError(f"V-trace needs arrays of one shape [N, T], got {sorted(shapes)}")
     ratios = np.exp(log_ratios)
     rho, c = np.minimum(ratios, rho_bar), np.minimum(ratios, c_bar)
-    corrections = rho * (rewards + gamma * next_values - values)
-    for t in range(values.shape[1] - 2, -1, -1):
-        onward = np.where(ended[:, t], 0.0, gamma * c[:, t])
-        corrections[:, t] += onward * corrections[:, t + 1]
+    corrections = flow_back(rho * (rewards + gamma * next_values - values), np.where(ended, 0.0, gamma * c))
     targets = values + corrections
     following = next_values.copy()
     np.copyto(following[:, :-1], targets[:, 1:], where=~ended[:, :-1])

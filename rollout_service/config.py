@@ -128,7 +128,7 @@ class TrainConfig(BaseModel):
     device: Device = Device.AUTO
     """Device of the learner; actors always compute on the CPU."""
     learner_threads: Positive | Literal["auto"] = "auto"
-    """Threads of one learner operation on the CPU. auto: one for small minibatches, else all usable cores."""
+    """Threads that share a minibatch's rows on the CPU. auto: usable cores, as far as there are parts for them."""
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     """Adam's step size at the start."""
     learning_rate_schedule: Schedule = Schedule.LINEAR
@@ -209,6 +209,9 @@ class TrainConfig(BaseModel):
     """Write one batch to this file, to look at it (safetensors; the names are those of docs/semantics.md)."""
     dump_batch_update: Positive | None = None
     """The update whose batch that is. Default: the first one of this command."""
+    checksum_slots: bool = False
+    """Actors add a checksum to what they commit, and the learner checks it before and after it reads: a slot that
+    somebody else has written to ends the run. For tests of the service itself; costs a little time."""
     tensorboard: bool = True
     """Write TensorBoard events beside the JSONL log."""
 

@@ -7,7 +7,8 @@ RolloutServiceError
 ├── SegmentError            shared memory
 │   ├── SegmentTooLarge     more bytes than /dev/shm or the memory limit has left
 │   ├── SegmentNotFound     no such segment is visible from this process
-│   └── SegmentMismatch     not ours, not ready, too small, or of another layout version
+│   ├── SegmentMismatch     not ours, not ready, too small, or of another layout version
+│   └── TornSlot            a slot is no longer what its actor committed
 ├── RolloutBufferError      the rollout buffer was used out of order or with wrong arguments
 │   ├── ShapeError          rank, length or dtype
 │   ├── OutOfRange          an index or a count outside its bounds
@@ -55,6 +56,10 @@ class SegmentNotFound(SegmentError):
 
 class SegmentMismatch(SegmentError):
     """The segment is not ours, not ready, too small, or of another layout version."""
+
+
+class TornSlot(SegmentError):
+    """A slot is not what its actor committed: somebody else has written to it."""
 
 
 class RolloutBufferError(RolloutServiceError, ValueError):

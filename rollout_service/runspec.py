@@ -141,6 +141,8 @@ class RunSpec(Frozen):
     envs_per_actor: Annotated[int, Field(ge=1)]
     envs_per_forward: Annotated[int, Field(ge=1)]
     seed: int = 1
+    checksum_slots: bool = False
+    """Actors stamp a checksum of what they commit."""
 
     @property
     def num_envs(self) -> int:

@@ -103,7 +103,7 @@ class Actor:
         self._envs.pulse = pulse or Silent()
         began = time.perf_counter()
         version = self._load_weights(grant.version)
-        slot = self._memory.writer(grant.slot)
+        slot = self._memory.writer(grant.slot, checksummed=self._spec.checksum_slots)
         slot.open(epoch=grant.epoch, actor=self.actor_id, incarnation=self.incarnation, version=version)
         counters: Counter[str] = Counter()
         self._start(grant, slot, counters)

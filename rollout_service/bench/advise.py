@@ -227,8 +227,9 @@ def sequence_cost(config: TrainConfig, spec: RunSpec, threads: int, ends: float)
     envs = 2 * config.envs_per_minibatch
     whole = resized(spec, envs, config.num_steps)
     seconds = []
-    with threads_of(threads), rollout_memory(whole) as memory:
-        trainer = Trainer(config.model_copy(update={"self_check": 0, "dump_batch": None}), whole, total_updates=10**6)
+    with threads_of(1), rollout_memory(whole) as memory:
+        settings = {"self_check": 0, "dump_batch": None, "learner_threads": threads}
+        trainer = Trainer(config.model_copy(update=settings), whole, total_updates=10**6)
         generator = np.random.default_rng(config.seed)
         for update in range(1, UPDATES + 2):
             fill_made_up(memory.writer(0), whole, update, generator, ends)

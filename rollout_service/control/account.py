@@ -4,11 +4,11 @@
 
     trained       in the weights now, of what this service has seen committed
     rolled_back   trained on, and lost with a learner: not in the checkpoint that its successor went on from
-    dropped       committed, and lost with a learner before it was trained on
+    dropped       committed, and lost with a learner before it was trained on, or left over when the run ended
     outdated      committed, and left too far behind by newer weights
-    in_hand       committed, and still in a slot or with the learner; at the end of a run what came too late for it
+    in_hand       committed, and still in a slot or with the learner
 
-Writer: the coordinator. Commits that were refused are not in it: nothing of them was ever taken.
+Writer: updates. Commits that were refused are not in it: nothing of them was ever taken.
 """
 
 from __future__ import annotations

@@ -18,17 +18,14 @@ from collections import Counter
 from typing import Any, Final
 
 from rollout_service.control import events
-from rollout_service.control.account import Account
 from rollout_service.control.admission import Admission, LearnerSeat
 from rollout_service.control.effects import Effect, Notify, Send
 from rollout_service.control.filling import Filling
 from rollout_service.control.handshake import join_mismatch
 from rollout_service.control.leases import Leases
 from rollout_service.control.ledger import Identity, Verdict
-from rollout_service.control.losses import Losses, LostBatch
 from rollout_service.control.messages import (
     Abort,
-    Batch,
     Bye,
     Commit,
     Committed,
@@ -47,8 +44,10 @@ from rollout_service.control.messages import (
     Welcome,
     message_name,
 )
-from rollout_service.control.roster import SILENCE_S, Place, PlaceState, Rate, place_report, rounded_since
-from rollout_service.control.scheduling import FormBatch, Lockstep, Scheduler, Streaming
+from rollout_service.control.report import RunReport
+from rollout_service.control.roster import SILENCE_S, Place, PlaceState, Rate
+from rollout_service.control.scheduling import Scheduler, schedule
+from rollout_service.control.updates import Updates
 from rollout_service.runspec import RunSpec
 
 __all__ = ["FINISHED", "Coordinator", "Effect", "Notify", "Send"]
@@ -56,11 +55,6 @@ __all__ = ["FINISHED", "Coordinator", "Effect", "Notify", "Send"]
 FINISHED: Final = "finished"
 """Reason of a stop after the last update."""
 REASON_LIMIT: Final = 8000
-
-
-def _plain_scheduler(spec: RunSpec) -> Scheduler:
-    """Without any rule for slow actors."""
-    return Streaming(spec.num_actors, spec.max_policy_lag) if spec.max_policy_lag else Lockstep(spec.num_actors)
 
 
 class Coordinator:
@@ -87,11 +81,6 @@ class Coordinator:
         self.total_updates = total_updates
         self.step_timeout = step_timeout
         self.learner_timeout = learner_timeout
-        self.updates_done = updates_done
-        self.env_steps = env_steps_done
-        """Trained on so far."""
-        self.version: int | None = None
-        """Newest weights; None before the first READY."""
         self.stopped: str | None = None
         """Why the run is over."""
         self.counters: Counter[str] = Counter()
@@ -114,20 +103,37 @@ class Coordinator:
             has_lease=lambda identity: self._leases.ledger.lease_of(identity) is not None,
         )
         self._roster = self._admission.roster
-        self._scheduler = scheduler or _plain_scheduler(spec)
-        self._filling = Filling(self._scheduler, self._leases, self._roster, self.counters)
-        self._batch: Batch | None = None
-        """The batch the learner works on."""
-        self._released = False
-        """Its slots are filled anew already."""
-        self._losses = Losses(self.counters)
-        self._account = Account(self.counters)
-        self._env_steps: dict[int, int] = {}
-        """Slot -> env steps of the newest commit that was accepted for it."""
-        self._lags: Counter[int] = Counter()
-        """Policy lag -> rollouts that went to the learner with it."""
+        self._filling = Filling(
+            scheduler or schedule(spec.num_actors, spec.max_policy_lag), self._leases, self._roster, self.counters
+        )
+        self._updates = Updates(
+            spec,
+            self._leases,
+            self._filling,
+            self.counters,
+            total=total_updates,
+            done=updates_done,
+            env_steps=env_steps_done,
+        )
         self._stopped_at: float | None = None
-        self._rates = {"env_steps": Rate(), "updates": Rate()}
+        self._collected = Rate()
+        self._report = RunReport(
+            run_id, self._admission, self._leases, self._filling, self._updates, self._collected, self.counters
+        )
+
+    @property
+    def version(self) -> int | None:
+        """Newest weights; None before the first READY."""
+        return self._updates.version
+
+    @property
+    def updates_done(self) -> int:
+        return self._updates.done
+
+    @property
+    def env_steps(self) -> int:
+        """Trained on so far."""
+        return self._updates.env_steps
 
     # --- what the shell calls ----------------------------------------------------------------------------------------
 
@@ -201,17 +207,8 @@ class Coordinator:
 
         pid: of that process; another learner, which has come since, is left alone.
         """
-        if not self._admission.learner_gone(now, pid):
-            return []
-        batch = self._batch
-        if self.stopped is None:
-            lost = None if batch is None else self._lost(batch)
-            self._losses.learner_lost(lost)
-            if lost is not None and self._released:
-                self._losses.dropped(lost.rollouts, lost.env_steps)
-        self._batch = None
-        self._scheduler.close()
-        self._drop_filled("the learner was lost")
+        if self._admission.learner_gone(now, pid):
+            self._updates.learner_lost(stopped=self.stopped is not None)
         return []
 
     def stop(self, reason: str, now: float) -> list[Effect]:
@@ -219,7 +216,7 @@ class Coordinator:
         if self.stopped is not None:
             return []
         self.stopped, self._stopped_at = reason[:REASON_LIMIT], now
-        self._scheduler.close()
+        self._updates.stop()
         told = [Send(peer, Stop(reason=self.stopped)) for peer in self.peers()]
         return [*told, Notify(events.RunFinished(reason))]
 
@@ -229,29 +226,7 @@ class Coordinator:
 
     def report(self, now: float) -> dict[str, Any]:
         """The state of the run; JSON-able."""
-        return {
-            "run_id": self._run_id,
-            "state": self._state(),
-            "stop_reason": self.stopped,
-            "stopped_seconds": rounded_since(self._stopped_at, now),
-            "without_learner_seconds": rounded_since(self._admission.learner_gone_at, now),
-            "version": self.version,
-            "updates": self.updates_done,
-            "total_updates": self.updates_done + self.spec.rollouts_that_fit(self.env_steps, self.total_updates),
-            "env_steps": self.env_steps,
-            "waiting_for": self._filling.waited_for(),
-            "waiting_seconds": self._filling.waiting_seconds(now),
-            "slots": {state.value: count for state, count in self._leases.ledger.count().items()},
-            "actors": [
-                place_report(place, self._doing(place), self._filling.waits.share(place.actor_id), now)
-                for place in self._roster.places
-            ],
-            "learner": self._learner_report(now),
-            "rates": {f"{name}_per_second": round(rate.per_second(now), 3) for name, rate in self._rates.items()},
-            "policy_lags": {str(lag): count for lag, count in sorted(self._lags.items())},
-            "account": self._account.balance(self.env_steps, self._in_hand()),
-            "counters": dict(sorted((+self.counters).items())),
-        }
+        return self._report.at(now, stopped=self.stopped, stopped_at=self._stopped_at)
 
     # --- actors ------------------------------------------------------------------------------------------------------
 
@@ -276,7 +251,7 @@ class Coordinator:
         rows = commit.valid_steps * self.spec.envs_per_actor
         if commit.env_steps is not None and commit.env_steps > rows:
             return self.reject(peer, f"commit.env_steps is {commit.env_steps}, its valid_steps have {rows} rows")
-        verdict, accepted = self._leases.commit(identity, commit, newest=self.version or 0, now=now)
+        verdict, accepted = self._leases.commit(identity, commit, newest=self._updates.newest, now=now)
         effects: list[Effect] = []
         match verdict:
             case Verdict.UNKNOWN:
@@ -287,7 +262,7 @@ class Coordinator:
                 pass
             case Verdict.STALE:
                 self.counters.update(commit.counters)
-                effects += self._stale(identity, commit)
+                effects += map(Notify, self._updates.refused(identity.actor_id, commit))
             case Verdict.ACCEPTED:
                 self.counters.update(commit.counters)
                 effects.append(self._accepted(identity, commit, place, now))
@@ -295,32 +270,13 @@ class Coordinator:
         again = [] if place is None else self._grant_again(place)
         return [answer, *effects, *again, *self._proceed(now)]
 
-    def _stale(self, identity: Identity, commit: Commit) -> list[Effect]:
-        """A commit that comes too late."""
-        lag = (self.version or 0) - commit.version
-        if lag > self.spec.max_policy_lag > 0:
-            return self._too_old(identity.actor_id, lag, self._env_steps_of(commit))
-        self.counters["dropped_stale_commits"] += 1
-        return []
-
-    def _too_old(self, actor_id: int, lag: int, env_steps: int) -> list[Effect]:
-        """A rollout that the newest weights have left too far behind is not trained on."""
-        self.counters["dropped_over_lag"] += 1
-        self.counters["dropped_over_lag_env_steps"] += env_steps
-        return [Notify(events.RolloutTooOld(actor_id, lag, env_steps))]
-
-    def _env_steps_of(self, commit: Commit) -> int:
-        return commit.valid_steps * self.spec.envs_per_actor if commit.env_steps is None else commit.env_steps
-
     def _accepted(self, identity: Identity, commit: Commit, place: Place | None, now: float) -> Effect:
-        env_steps = self._env_steps_of(commit)
-        self._env_steps[commit.slot] = env_steps
-        self._account.committed += env_steps
+        env_steps = self._updates.accepted(commit)
         self._filling.committed(now)
-        self._rates["env_steps"].add(now, env_steps)
+        self._collected.add(now, env_steps)
         if place is not None:
             place.rate.add(now, env_steps)
-            place.lag = (self.version or 0) - commit.version
+            place.lag = self._updates.newest - commit.version
         return Notify(
             events.RolloutCommitted(
                 actor_id=identity.actor_id,
@@ -374,50 +330,17 @@ class Coordinator:
         learner = self._admission.learner
         if self.stopped is not None or learner is None:
             return []
-        due = self._filling.due(now)
-        formed = [] if due is None else self._form(due, learner.peer, now)
-        grants = self._filling.grants(self.version or 0, self.updates_done + 1)
-        return [*formed, *grants, *self._filling.preempts(self.version or 0)]
+        effects: list[Effect] = []
+        if (due := self._filling.due(now)) is not None:
+            batch, formed = self._updates.form(due, now)
+            effects += [Send(learner.peer, batch), Notify(formed)]
+        effects += self._filling.grants(self._updates.newest, self.updates_done + 1)
+        return [*effects, *self._filling.preempts(self._updates.newest)]
 
     def _grant_again(self, place: Place) -> list[Effect]:
         """The grant that holds, for a peer that may have missed it."""
         grant, peer = self._leases.standing(place.identity), place.peer
         return [] if grant is None or peer is None else [Send(peer, grant)]
-
-    def _form(self, due: FormBatch, learner: bytes, now: float) -> list[Effect]:
-        taken = self._filling.take(due, now)
-        rollouts = list(zip(taken.slots, taken.holders, taken.valid_steps, taken.versions, strict=True))
-        update, version = self.updates_done + 1, self.version or 0
-        env_steps = self.env_steps + sum(self._env_steps[slot] for slot, _, steps, _ in rollouts if steps > 0)
-        lags = [version - loaded for _, holder, _, loaded in rollouts if holder is not None]
-        self._lags.update(lags)
-        self._released = False
-        self._batch = Batch(
-            update=update,
-            slots=taken.slots,
-            valid_steps=taken.valid_steps,
-            versions=taken.versions,
-            env_steps=env_steps,
-            last=not self._rollout_fits(env_steps),
-            seed_into=self._filling.seed_into(taken.slots),
-        )
-        formed = events.BatchFormed(
-            update,
-            env_steps,
-            taken.waited_for,
-            taken.wait_s,
-            partial=tuple(
-                holder.actor_id for _, holder, steps, _ in rollouts if holder and 0 < steps < self.spec.num_steps
-            ),
-            late=taken.late,
-            unclaimed=due.unclaimed,
-            lags=tuple(lags),
-        )
-        self.counters["partial_rollouts"] += len(formed.partial)
-        return [Send(learner, self._batch), Notify(formed)]
-
-    def _rollout_fits(self, env_steps: int) -> bool:
-        return self.spec.rollouts_that_fit(env_steps, self.total_updates) > 0
 
     # --- learner -----------------------------------------------------------------------------------------------------
 
@@ -433,127 +356,42 @@ class Coordinator:
                 f"ready.version {ready.version} is not above {self.version}, which actors may have; publish higher",
             )
         learner.ready = True
-        if self.version is None:
-            self._leases.resumed = ready.updates_done > 0
-        self._drop_filled("older than the restored learner's weights")
-        stands = self._losses.restored(learner.pid, ready, updates=self.updates_done, env_steps=self.env_steps)
-        self.version, self.updates_done, self.env_steps = ready.version, ready.updates_done, ready.env_steps_done
-        if self._account.began_at is None:
-            self._account.began_at = ready.env_steps_done
-        told: list[Effect] = [Notify(stands)]
-        if stands.unannounced_update:
-            update = events.UpdateFinished(stands.updates, stands.version, stands.env_steps, {}, {}, None)
-            told = [Notify(update), *told]
-        if not self._rollout_fits(self.env_steps):
+        told = list(map(Notify, self._updates.ready(learner.pid, ready)))
+        if not self._updates.another_fits(self.env_steps):
             return [*told, *self.stop(FINISHED, now)]
         self._filling.open(now)
         return [*told, *self._proceed(now)]
 
     def _publish(self, peer: bytes, publish: Publish, now: float) -> list[Effect]:
-        learner, batch = self._admission.learner, self._batch
+        learner, batch = self._admission.learner, self._updates.batch
         if learner is None or learner.peer != peer:
             return self.reject(peer, "PUBLISH of a peer that is not this run's learner; say HELLO first")
         if publish.update <= self.updates_done:
             return self._batch_again(peer) if self.stopped is None else [Send(peer, Stop(reason=self.stopped))]
-        if batch is None or publish.update != batch.update:
-            wanted = "no batch is out" if batch is None else f"update {batch.update} is out"
-            return self.reject(peer, f"publish of update {publish.update}: {wanted}")
-        if wrong := set(publish.seeded) - set(batch.seed_into):
-            return self.reject(peer, f"publish.seeded has slots {sorted(wrong)}, which BATCH did not name")
-        if self.version is not None and publish.version <= self.version:
-            return self.reject(peer, f"publish.version {publish.version} is not above {self.version}")
-        self._leases.release(batch.slots)
-        self._leases.seeded(publish.seeded)
-        self._batch = None
-        self._scheduler.published()
-        self.version, self.updates_done, self.env_steps = publish.version, batch.update, batch.env_steps
-        self._rates["updates"].add(now, 1)
-        finished = Notify(
-            events.UpdateFinished(
-                update=batch.update,
-                version=publish.version,
-                env_steps=batch.env_steps,
-                metrics=publish.metrics,
-                seconds=publish.seconds,
-                checkpoint=publish.checkpoint,
-            )
-        )
+        objection = self._updates.objection(publish)
+        if batch is None or objection is not None:
+            return self.reject(peer, objection or "no batch is out")
+        told = [Notify(event) for event in self._updates.publish(batch, publish, now)]
         if self.stopped is not None:
-            return [finished, Send(peer, Stop(reason=self.stopped))]
+            return [*told, Send(peer, Stop(reason=self.stopped))]
         if batch.last:
-            return [finished, *self.stop(FINISHED, now)]
+            return [*told, *self.stop(FINISHED, now)]
         self._filling.open(now)
-        return [finished, *self._drop_outdated(), *self._proceed(now)]
+        return [*told, *self._proceed(now)]
 
     def _release(self, peer: bytes, release: Release, now: float) -> list[Effect]:
-        """The learner has copied what it needs. One that comes late or twice changes nothing."""
-        learner, batch = self._admission.learner, self._batch
+        learner = self._admission.learner
         if learner is None or learner.peer != peer:
             return self.reject(peer, "RELEASE of a peer that is not this run's learner; say HELLO first")
-        if batch is None or release.update != batch.update:
-            return []
-        self._leases.release(batch.slots)
-        self._released = True
+        self._updates.release(release.update)
         return self._proceed(now)
 
     def _batch_again(self, peer: bytes) -> list[Effect]:
-        return [] if self._batch is None else [Send(peer, self._batch)]
-
-    def _lost(self, batch: Batch) -> LostBatch:
-        rollouts = sum(version > 0 for version in batch.versions)
-        return LostBatch(batch.update, rollouts, batch.env_steps - self.env_steps)
-
-    def _drop_outdated(self) -> list[Effect]:
-        """Rollouts that the newest weights have left too far behind."""
-        told: list[Effect] = []
-        for slot, filled in self._leases.drop_outdated(self.version or 0):
-            self._account.outdated += self._env_steps[slot]
-            told += self._too_old(filled.holder.actor_id, (self.version or 0) - filled.version, self._env_steps[slot])
-        return told
-
-    def _drop_filled(self, why: str) -> None:
-        env_steps = self._in_slots()
-        self._losses.dropped(self._leases.drop_filled(why), env_steps)
-
-    def _in_slots(self) -> int:
-        """Env steps in slots that are READY or READING."""
-        ledger = self._leases.ledger
-        return sum(self._env_steps[slot] for slot in range(len(ledger)) if ledger.filled(slot) is not None)
-
-    def _in_hand(self) -> int:
-        """The same, and what the learner has copied out of its slots."""
-        copied = self._batch.env_steps - self.env_steps if self._batch is not None and self._released else 0
-        return self._in_slots() + copied
-
-    # --- words for WELCOME and the report ----------------------------------------------------------------------------
+        return [] if self._updates.batch is None else [Send(peer, self._updates.batch)]
 
     def _progress(self) -> dict[str, Any]:
         return {
-            "version": self.version or 0,
+            "version": self._updates.newest,
             "updates_done": self.updates_done,
             "env_steps_done": self.env_steps,
-        }
-
-    def _state(self) -> str:
-        learner = self._admission.learner
-        if self.stopped is not None:
-            return "stopped"
-        if learner is None or not learner.ready:
-            return "waiting for the learner"
-        return "collecting" if self._batch is None else "updating"
-
-    def _doing(self, place: Place) -> str:
-        if self._leases.is_late(place.identity):
-            return "late"
-        return "waiting" if self._leases.ledger.lease_of(place.identity) is None else "collecting"
-
-    def _learner_report(self, now: float) -> dict[str, Any] | None:
-        learner = self._admission.learner
-        if learner is None:
-            return None
-        return {
-            "pid": learner.pid,
-            "state": "preparing" if not learner.ready else "waiting" if self._batch is None else "updating",
-            "phase": learner.pulse.phase,
-            "silent_seconds": rounded_since(learner.pulse.heard_at, now),
         }

@@ -47,6 +47,9 @@ class Filling:
         deadline = self.scheduler.next_deadline()
         self._vigil = Vigil(now, now + WORTH_A_WORD_S if first and deadline == math.inf else deadline)
 
+    def published(self) -> None:
+        self.scheduler.published()
+
     def close(self) -> None:
         self.scheduler.close()
 

@@ -49,6 +49,8 @@ class Leases:
         self.max_policy_lag = max_policy_lag
         self.resumed = False
         """The run began with updates behind it."""
+        self.first_version = 0
+        """Of the learner at work. What older weights collected belongs to updates that were rolled back."""
         self._strategy = strategy
         self._grants: dict[Identity, Grant] = {}
         """The grant of each lease that holds, for whoever missed it."""
@@ -106,7 +108,7 @@ class Leases:
     def commit(self, holder: Identity, commit: Commit, *, newest: int, now: float) -> tuple[Verdict, bool]:
         """What became of it, and the answer: accepted, now or when it came first?
 
-        Rows older than the newest weights by more than max_policy_lag are not taken.
+        Rows older than the newest weights by more than max_policy_lag are not taken, nor another learner's.
         """
         verdict = self.ledger.commit(
             commit.slot,
@@ -114,7 +116,7 @@ class Leases:
             holder,
             valid_steps=commit.valid_steps,
             version=commit.version,
-            versions=range(max(0, newest - self.max_policy_lag), newest + 1),
+            versions=range(max(self.first_version, newest - self.max_policy_lag), newest + 1),
         )
         if self._is_standing(holder, commit.slot, commit.epoch) and verdict in (Verdict.ACCEPTED, Verdict.STALE):
             self._ended(holder)
@@ -180,10 +182,23 @@ class Leases:
             self.ledger.drop(slot, "older than max_policy_lag")
         return outdated
 
-    def drop_filled(self, why: str) -> int:
-        """Everything committed but not released is lost, and with it the seeds. Returns how many rollouts."""
+    def filled(self) -> list[int]:
+        """Slots that are READY or READING."""
+        return [slot for slot in range(len(self.ledger)) if self.ledger.filled(slot) is not None]
+
+    def drop_ready(self, why: str) -> list[int]:
+        """READY -> FREE. Returns the slots."""
+        slots = self.ledger.ready()
+        for slot in slots:
+            self.ledger.drop(slot, why)
+        return slots
+
+    def drop_filled(self, why: str) -> list[int]:
+        """Everything committed but not released is lost, and with it the seeds. Returns the slots."""
         self._seeded_slots, self._seeded_from = frozenset(), {}
-        return len(self.ledger.drop_filled(why))
+        slots = self.filled()
+        self.ledger.drop_filled(why)
+        return slots
 
     def _ended(self, holder: Identity) -> None:
         self._grants.pop(holder, None)

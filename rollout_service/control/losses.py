@@ -2,7 +2,7 @@
 
 Writer: the coordinator. Counters are right at any moment; the whole is told once another learner is ready:
 
-    dropped_rollouts, dropped_env_steps          committed, and neither trained on nor kept
+    dropped_rollouts, dropped_env_steps          committed, and neither trained on nor kept; at the end of a run too
     rolled_back_updates, rolled_back_env_steps   trained on, and not in the checkpoint that the run goes on from
 
 What must never happen: a batch counted as dropped that is in the weights. A learner may die between its checkpoint and

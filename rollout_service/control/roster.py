@@ -13,7 +13,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 from rollout_service.control.ledger import Identity
 from rollout_service.control.messages import Heartbeat, Hello
@@ -186,21 +186,6 @@ class Roster:
                 f"incarnation {hello.incarnation} may come once that process is proven to be gone"
             )
         return place
-
-
-def place_report(place: Place, doing: str, waited_share: float, now: float) -> dict[str, Any]:
-    """One line of the status report; JSON-able."""
-    return {
-        "actor_id": place.actor_id,
-        "incarnation": max(place.incarnation, 0),
-        "pid": place.pid if place.occupied else None,
-        "state": doing if place.state is PlaceState.JOINED else place.state.value,
-        "phase": place.pulse.phase if place.occupied else "",
-        "steps_per_second": round(place.rate.per_second(now), 1),
-        "lag": place.lag,
-        "waited_share": round(waited_share, 3),
-        "silent_seconds": rounded_since(place.pulse.heard_at if place.occupied else None, now),
-    }
 
 
 def in_words(place: Place) -> str:

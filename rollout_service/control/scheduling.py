@@ -296,8 +296,13 @@ class Streaming(_Waiting):
         return max(self._least, self.num_actors - len(absent))
 
 
+def schedule(num_actors: int, max_policy_lag: int, patience: Patience | None = None) -> Lockstep | Streaming:
+    """One knob chooses. patience: the rules for slow actors; by default none."""
+    if max_policy_lag == 0:
+        return Lockstep(num_actors, patience)
+    return Streaming(num_actors, max_policy_lag, patience)
+
+
 def scheduler_for(config: TrainConfig, num_actors: int) -> Lockstep | Streaming:
-    """One knob chooses: max_policy_lag."""
-    if config.max_policy_lag == 0:
-        return Lockstep(num_actors, Patience.of(config))
-    return Streaming(num_actors, config.max_policy_lag, Patience.of(config))
+    """What the settings ask for."""
+    return schedule(num_actors, config.max_policy_lag, Patience.of(config))

@@ -64,6 +64,7 @@ def build_run_spec(config: TrainConfig) -> RunSpec:
         envs_per_actor=config.envs_per_actor,
         envs_per_forward=config.rows_per_forward,
         seed=config.seed,
+        checksum_slots=config.checksum_slots,
     )
 
 

@@ -104,12 +104,10 @@ class SerialRun:
 
     def __init__(self, config: TrainConfig, spec: RunSpec, trainer: Trainer) -> None:
         from learner.rollout_buffer import RecurrentRolloutBuffer
-        from learner.staging import thread_count
         from workers.actor import Actor
 
         self.config = config
         self.spec = spec
-        self.learner_threads = thread_count(config, spec.num_envs)
         self.trainer = trainer
         self.version = 0
         self.checkpoint: Path | None = None
@@ -196,9 +194,6 @@ class SerialRun:
 
     def learn(self, valid_steps: list[int]) -> SerialUpdate:
         """One update from the bank that was filled, valid_steps per slot; then the other bank is to be filled."""
-        import torch
-
-        torch.set_num_threads(self.learner_threads)
         update = self.trainer.updates_done + 1
         other = (self.bank + 1) % NUM_BANKS
         report = self.trainer.update(

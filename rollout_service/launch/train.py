@@ -7,16 +7,17 @@ process, but for the serial way.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Final, TextIO
 
 from rollout_service.config import TrainConfig, check_fits_one_rollout
-from rollout_service.errors import ConfigError
+from rollout_service.errors import ConfigError, ProtocolError, WaitTimedOut
 from rollout_service.launch import prepare
 from rollout_service.launch.children import Launcher
 from rollout_service.launch.ending import Ending, How
@@ -29,6 +30,9 @@ from rollout_service.observe.journal import Journal
 from rollout_service.observe.logs import RunLogs
 from rollout_service.observe.metrics import Summary, log_record
 from rollout_service.observe.progress import open_progress
+
+ACCOUNT_NOTE: Final = "account of env steps: "
+"""Begins the line of run.log that says, at a run's end, where every committed env step went (control/account)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ def _print_line(text: str) -> None:
 
 def _conduct(run: Run, launcher: Launcher | None) -> Outcome:
     ending = Supervisor(run, launcher).run()
+    with suppress(WaitTimedOut, ProtocolError):  # of a service that has failed; the run's end says so
+        run.journal.note(f"{ACCOUNT_NOTE}{json.dumps(run.server.report()['account'])}")
     run.journal.note(f"{ending.how.value}: {ending.reason}")
     return Outcome(ending, run.metrics.summary(time.monotonic()), run.path)
 

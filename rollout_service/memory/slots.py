@@ -10,7 +10,7 @@ Leaves to others: leases (control), checks of single transitions (the buffer's `
 
 One header line per slot, eight unsigned 64-bit words:
 
-    epoch | actor | incarnation | version | valid_steps | committed_epoch | - | -
+    epoch | actor | incarnation | version | valid_steps | committed_epoch | checksum | -
 
 A lease writes the first four at its start, valid_steps and then committed_epoch at its end: a slot whose committed
 epoch equals its epoch holds a whole rollout of that lease.
@@ -31,7 +31,8 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_service.errors import IncompleteRollout, OutOfRange, SegmentMismatch, ShapeError
+from rollout_service.errors import IncompleteRollout, OutOfRange, SegmentMismatch, ShapeError, TornSlot
+from rollout_service.memory.checksum import slot_checksum
 from rollout_service.memory.layout import CACHE_LINE, SegmentLayout
 from rollout_service.memory.schema import FINAL_PREFIX, OBSERVATIONS, Field, Per, Role
 from rollout_service.memory.segment import Segment
@@ -46,7 +47,7 @@ Envs = slice | int | NDArray[np.integer[Any]]
 ALL_ENVS: Final = slice(None)
 
 _HEADER_WORDS: Final = CACHE_LINE // 8
-_EPOCH, _ACTOR, _INCARNATION, _VERSION, _VALID_STEPS, _COMMITTED = range(6)
+_EPOCH, _ACTOR, _INCARNATION, _VERSION, _VALID_STEPS, _COMMITTED, _CHECKSUM = range(7)
 
 _CARRY: Final = "episode_start_carry"
 _LAST_VALUES: Final = "last_values"
@@ -69,6 +70,8 @@ class SlotHeader:
     valid_steps: int
     committed_epoch: int
     """Equals the epoch once that lease was closed, 0 before."""
+    checksum: int = 0
+    """What `checksum.slot_checksum` gave at commit; 0 if it was not asked."""
 
     @property
     def committed(self) -> bool:
@@ -83,7 +86,13 @@ class SlotWriter:
     """
 
     def __init__(
-        self, slot: int, arrays: Mapping[str, Array], header: NDArray[np.uint64], layout: SegmentLayout
+        self,
+        slot: int,
+        arrays: Mapping[str, Array],
+        header: NDArray[np.uint64],
+        layout: SegmentLayout,
+        *,
+        checksummed: bool = False,
     ) -> None:
         if missing := sorted(_NEEDED - arrays.keys()):
             raise ShapeError(
@@ -94,6 +103,7 @@ class SlotWriter:
         self.num_steps = layout.num_steps
         self.arrays: dict[str, Array] = dict(arrays)
         self._header = header
+        self._summed_fields = layout.fields if checksummed else ()
         self._actions = arrays["actions"]
         self._rewards = arrays["rewards"]
         self._values = arrays["values"]
@@ -178,6 +188,8 @@ class SlotWriter:
         if valid_steps > 0:  # with K = 0 nothing was done here, and nothing of this slot is read
             self._check_complete(valid_steps)
         self._header[_VALID_STEPS] = valid_steps
+        if self._summed_fields:
+            self._header[_CHECKSUM] = slot_checksum(self.arrays, self._summed_fields, valid_steps)
         self._header[_COMMITTED] = self._header[_EPOCH]
 
     def _check_complete(self, valid_steps: int) -> None:
@@ -317,17 +329,33 @@ class RolloutMemory:
             name: array[slots.start : slots.stop].reshape(-1, *array.shape[2:]) for name, array in self._arrays.items()
         }
 
-    def writer(self, slot: int) -> SlotWriter:
-        """The face of one slot for the process that may write it."""
+    def writer(self, slot: int, *, checksummed: bool = False) -> SlotWriter:
+        """The face of one slot for the process that may write it. checksummed: `verify` will want to know."""
         self._check(slot)
-        return SlotWriter(
-            slot, {name: array[slot] for name, array in self._arrays.items()}, self._headers[slot], self.layout
-        )
+        return SlotWriter(slot, self._of_slot(slot), self._headers[slot], self.layout, checksummed=checksummed)
+
+    def verify(self, slot: int, *, version: int, valid_steps: int) -> bool:
+        """Whether the slot has a checksum. Raises TornSlot if it, or a stamp, is not what was committed."""
+        header = self.header(slot)
+        if not header.checksum:
+            return False
+        story = f"slot {slot}, epoch {header.epoch} of actor {header.actor} (incarnation {header.incarnation})"
+        if not header.committed or (header.version, header.valid_steps) != (version, valid_steps):
+            raise TornSlot(
+                f"{story} says committed epoch {header.committed_epoch}, version {header.version}, "
+                f"{header.valid_steps} steps; its commit said version {version}, {valid_steps} steps"
+            )
+        if (found := slot_checksum(self._of_slot(slot), self.fields, valid_steps)) != header.checksum:
+            raise TornSlot(f"{story} has checksum {found:x}, committed was {header.checksum:x}: it was written since")
+        return True
+
+    def _of_slot(self, slot: int) -> dict[str, Array]:
+        return {name: array[slot] for name, array in self._arrays.items()}
 
     def header(self, slot: int) -> SlotHeader:
         """The stamps of one slot."""
         self._check(slot)
-        return SlotHeader(*(int(word) for word in self._headers[slot, : _COMMITTED + 1]))
+        return SlotHeader(*(int(word) for word in self._headers[slot, : _CHECKSUM + 1]))
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

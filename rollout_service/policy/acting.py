@@ -5,26 +5,34 @@ numpy's calls cost less than torch's, its BLAS uses the vector units of every CP
 fast: a step takes between a third and half of the time. And an actor that needs no torch starts in half a second and
 a fifth of the memory.
 
-Writers: this object, into buffers of its own that the next call reuses. Readers: workers/inference. What must never
-happen: another result than `ActorCritic.step` by more than rounding (tests/policy compares them; the ratio law holds
-the learner's recomputation to it). Left to others: whose noise, which rows start from zero state, images (torch).
+Envs are taken in chunks of R rows. All buffers are made once, every chunk starts on the same alignment and goes
+through the same kernels with the same shapes, so a row's result depends on the row and on its place in the chunk, not
+on how the envs are split over actors. Nothing of what one layer hands to the next is copied: it is written where the
+next product reads it.
+
+    joint  [E, L, W]   hidden | 1 | input       one row per env and layer; hidden | 1 is what the heads read
+
+Writers: this object, into its own arrays; `state` also by the owner, between two steps. Readers: workers/inference.
+What must never happen: another result than `ActorCritic.step` by more than rounding (tests/policy compares them; the
+ratio law holds the learner's recomputation to it). Left to others: whose noise, which rows start from zero state,
+images (torch).
 
     sigmoid(z) = (1 + tanh(z / 2)) / 2, so one tanh over all four gates serves: columns are ordered i, f, o, g and the
-    first three are laid out with half their weights.
+    first three are laid out with half their weights. The outer half is taken once, of what the gates let through.
 
-Axis letters: R rows, L layers, H hidden_dim, C choices, K inputs of a matrix product.
+Axis letters: E envs, R rows of a chunk, L layers, H hidden_dim, C choices, K inputs of a matrix product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_service.errors import OutOfRange
+from rollout_service.errors import ConfigError, OutOfRange
 from rollout_service.memory.schema import observation_fields
 from rollout_service.runspec import Core, Leaf, PolicySpec, SpaceKind, Spaces
 
@@ -32,7 +40,7 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
 HIDDEN, CELL = "hidden", "cell"
-HALF: Final = np.float32(0.5)
+ONE, HALF = np.float32(1.0), np.float32(0.5)
 ALIGNMENT: Final = 64
 """Bytes: a cache line, a vector register. Equal alignment of every call keeps results equal bit for bit."""
 SMALLEST: Final = float(np.finfo(np.float64).tiny)
@@ -44,17 +52,24 @@ CLIP: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class ActedRows:
-    """What one step gives, one row per env; overwritten by the next one."""
+class Acted:
+    """What one step of all envs gives; overwritten by the next one."""
 
     actions: Array
-    """[R, *] in the env's own values."""
+    """[E, *] in the env's own values."""
     log_probs: Floats
-    """[R]"""
+    """[E]"""
     values: Floats
-    """[R]"""
-    state: dict[str, Floats]
-    """Name -> [R, L, H], the state that EXITS the step."""
+    """[E]"""
+
+    @classmethod
+    def of(cls, num_envs: int, spaces: Spaces) -> Acted:
+        """Preallocated."""
+        return cls(
+            actions=np.zeros((num_envs, *spaces.action.shape), spaces.action.dtype),
+            log_probs=np.zeros(num_envs, np.float32),
+            values=np.zeros(num_envs, np.float32),
+        )
 
 
 def gumbel_noise(generator: np.random.Generator, num_steps: int, num_choices: int) -> Floats:
@@ -73,42 +88,47 @@ def aligned(shape: tuple[int, ...], dtype: str = "float32") -> Array:
     return root[offset : offset + nbytes].view(dtype).reshape(shape)
 
 
+def aligned_rows(rows: Sequence[int], width: int) -> Floats:
+    """A zeroed view [*rows, width] of which every row starts on an ALIGNMENT byte boundary."""
+    step = ALIGNMENT // 4
+    whole: Floats = aligned((*rows, -(-width // step) * step))
+    return whole[..., :width]
+
+
+def chunks_of(num_envs: int, rows: int) -> tuple[slice, ...]:
+    """All envs in chunks of `rows`. Raises ConfigError where they do not come out even."""
+    if num_envs % rows:
+        raise ConfigError(f"envs_per_forward {rows} does not divide the actor's {num_envs} envs")
+    return tuple(slice(start, start + rows) for start in range(0, num_envs, rows))
+
+
 def acts_in_numpy(spaces: Spaces) -> bool:
     """Whether `ActingPolicy` can do it: everything but images."""
     return not any(leaf.is_image for leaf in spaces.observation)
 
 
 class ActingPolicy:
-    """A policy over published arrays, for exactly `rows` rows per call."""
+    """A policy over published arrays for `num_envs` envs, `rows` of them at a time, and their recurrent state."""
 
-    def __init__(self, spaces: Spaces, spec: PolicySpec, rows: int) -> None:
-        self.rows: Final = rows
+    def __init__(self, spaces: Spaces, spec: PolicySpec, num_envs: int, rows: int) -> None:
         self.num_choices: Final = spaces.action.size or 0
-        self.noise_shape: Final = (self.num_choices,)
-        self._spec = spec
+        self._normalizes = spec.normalize_observations
+        leaves = zip(observation_fields(spaces), spaces.observation, strict=True)
+        self._leaves = [_LeafReader(field, leaf) for field, leaf in leaves]
         self._start = spaces.action.start
-        self._leaves = [
-            _LeafReader(field, leaf) for field, leaf in zip(observation_fields(spaces), spaces.observation, strict=True)
+        self._weights = _Weights(sum(reader.size for reader in self._leaves), spec, self.num_choices)
+        layers, hidden_dim = self._weights.layers, spec.hidden_dim
+        widest = hidden_dim if layers > 1 else 0
+        joint = aligned_rows((num_envs, max(1, layers)), hidden_dim + 1 + max(widest, spec.encoder_dim))
+        joint[..., hidden_dim] = 1.0
+        cells = aligned_rows((num_envs, max(1, layers)), hidden_dim)
+        self.state: Final[dict[str, Floats]] = {HIDDEN: joint[..., :hidden_dim], CELL: cells} if layers else {}
+        """Name -> [E, L, H]: entering the next step. The owner may write into it, zeros where an episode starts."""
+        self._acted = Acted.of(num_envs, spaces)
+        scratch = _Scratch(rows, self._weights)
+        self._chunks = [
+            _Chunk(chunk, joint[chunk], cells[chunk], self._weights, scratch) for chunk in chunks_of(num_envs, rows)
         ]
-        inputs = sum(reader.size for reader in self._leaves)
-        recurrent = spec.core is Core.LSTM
-        self._encoder = _Linear(rows, inputs, spec.encoder_dim)
-        width = spec.encoder_dim
-        self._cells: list[_Cell] = []
-        self._hidden_layer = None if recurrent else _Linear(rows, width, spec.hidden_dim)
-        for _ in range(spec.num_layers if recurrent else 0):
-            self._cells.append(_Cell(rows, width, spec.hidden_dim))
-            width = spec.hidden_dim
-        self._heads = _Linear(rows, spec.hidden_dim, 1 + self.num_choices)
-        shape = (rows, spec.num_layers, spec.hidden_dim)
-        self._acted = ActedRows(
-            actions=np.zeros(rows, spaces.action.dtype),
-            log_probs=np.zeros(rows, np.float32),
-            values=np.zeros(rows, np.float32),
-            state={HIDDEN: aligned(shape), CELL: aligned(shape)} if recurrent else {},
-        )
-        self._row_numbers = np.arange(rows)
-        self._log_p, self._scratch = (np.zeros((rows, self.num_choices), np.float32) for _ in range(2))
 
     def draw_noise(self, generator: np.random.Generator, num_steps: int) -> Floats:
         """Noise of one env for `num_steps` steps, float32 [num_steps, C]; row t goes into `step`."""
@@ -123,143 +143,127 @@ class ActingPolicy:
             return arrays[name]
 
         for index, reader in enumerate(self._leaves):
-            if self._spec.normalize_observations and reader.normalizes:
+            if self._normalizes and reader.normalizes:
                 reader.moments(named(f"normalizers.{index}.mean"), named(f"normalizers.{index}.variance"))
-        self._encoder.load(named("encoder.linear.weight"), named("encoder.linear.bias"))
-        if self._hidden_layer is not None:
-            self._hidden_layer.load(named("core.linear.weight"), named("core.linear.bias"))
-        for layer, cell in enumerate(self._cells):
-            cell.load(*(named(f"core.{part}_l{layer}") for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")))
-        self._heads.load(
+        weights = self._weights
+        weights.load_encoder(named("encoder.linear.weight"), named("encoder.linear.bias"))
+        if not weights.layers:
+            weights.load_hidden(named("core.linear.weight"), named("core.linear.bias"))
+        for layer in range(weights.layers):
+            parts = (named(f"core.{part}_l{layer}") for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+            weights.load_cell(layer, *parts)
+        weights.load_heads(
             np.concatenate([named("value_head.weight"), named("policy.weight")]),
             np.concatenate([named("value_head.bias"), named("policy.bias")]),
         )
 
-    def step(self, observations: Mapping[str, Array], state: Mapping[str, Array], noise: Array | None) -> ActedRows:
-        """Choose one action per row.
+    def step(self, observations: Mapping[str, Array], noise: Array | None) -> Acted:
+        """Choose one action per env; `state` becomes the state that exits the step.
 
-        observations: field name -> [R, *shape] in the space's dtype; state: name -> [R, L, H] entering the step; noise:
-        [R, C] from `draw_noise`, None for the most probable action. Arguments are not changed and not kept.
+        observations: field name -> [E, *shape] in the space's dtype; noise: [E, C] from `draw_noise`, None for the most
+        probable action. Arguments are not changed and not kept.
         """
-        acted, heads = self._acted, self._forward(observations, state)
-        acted.values[...] = heads[:, 0]
-        log_p = _log_softmax(heads[:, 1:], self._log_p, self._scratch)
-        choice = (log_p if noise is None else np.add(log_p, noise, out=self._scratch)).argmax(axis=1)
-        acted.log_probs[...] = log_p[self._row_numbers, choice]
-        np.add(choice, self._start, out=acted.actions, casting="unsafe")
+        acted = self._acted
+        for chunk in self._chunks:
+            rows = chunk.rows
+            self._read(chunk, observations)
+            heads = chunk.advance()
+            acted.values[rows] = heads[0]
+            choice = _choose(heads[1:], None if noise is None else noise[rows].T, chunk.scratch, acted.log_probs[rows])
+            np.add(choice, self._start, out=acted.actions[rows], casting="unsafe")
         return acted
 
-    def value(self, observations: Mapping[str, Array], state: Mapping[str, Array]) -> Floats:
-        """V of observations, [R]; arguments as in `step`, whose last result stays as it is but for the state."""
-        return self._forward(observations, state)[:, 0]
+    def values(self, observations: Mapping[str, Array], envs: Sequence[int], out: Array) -> None:
+        """V of `observations` with `state`, which stays as it is, for the named envs, into out [E].
 
-    def _forward(self, observations: Mapping[str, Array], state: Mapping[str, Array]) -> Floats:
-        """Heads [R, 1 + C], value first; the exiting state goes into its buffers."""
+        Other rows of `out` stay as they are. Whole chunks are run, those that contain a named env.
+        """
+        for chunk in self._chunks:
+            named = [e for e in envs if chunk.rows.start <= e < chunk.rows.stop]
+            if named:
+                self._read(chunk, observations)
+                out[named] = chunk.peek()[0, [e - chunk.rows.start for e in named]]
+
+    def _read(self, chunk: _Chunk, observations: Mapping[str, Array]) -> None:
+        """Observations of a chunk, as the encoder wants them."""
         column = 0
         for reader in self._leaves:
-            reader.read(observations[reader.field], self._encoder.x[:, column : (column := column + reader.size)])
-        if self._hidden_layer is not None:
-            np.tanh(self._encoder.run(), out=self._hidden_layer.x)
-            np.tanh(self._hidden_layer.run(), out=self._heads.x)
-            return self._heads.run()
-        np.tanh(self._encoder.run(), out=self._cells[0].x)
-        for layer, cell in enumerate(self._cells):
-            hidden = self._acted.state[HIDDEN][:, layer]
-            cell.run(state[HIDDEN][:, layer], state[CELL][:, layer], hidden, self._acted.state[CELL][:, layer])
-            following = self._cells[layer + 1].x if layer + 1 < len(self._cells) else self._heads.x
-            following[...] = hidden
-        return self._heads.run()
+            into = chunk.scratch.observed[:, column : (column := column + reader.size)]
+            reader.read(observations[reader.field][chunk.rows], into)
 
 
-class _LeafReader:
-    """One observation leaf as the encoder wants it; the rule of policy/spaces.py, in numpy."""
+class _Weights:
+    """Matrices as the products want them: [inputs, outputs], the bias one more row, for a column of ones."""
 
-    def __init__(self, field: str, leaf: Leaf) -> None:
-        self.field = field
-        self.normalizes = leaf.kind is SpaceKind.BOX
-        self._choices: Array | None = None
-        self._offset: Floats | None = None
-        self._scale: Floats | None = None
-        if leaf.kind is SpaceKind.DISCRETE:
-            self.size = leaf.size or 0
-            self._choices = np.arange(leaf.start, leaf.start + self.size, dtype=leaf.dtype)
-        else:
-            self.size = int(np.prod(leaf.shape, dtype=np.int64))
+    def __init__(self, inputs: int, spec: PolicySpec, num_choices: int) -> None:
+        self.layers = spec.num_layers if spec.core is Core.LSTM else 0
+        self.hidden_dim, self.encoder_dim = spec.hidden_dim, spec.encoder_dim
+        width = spec.hidden_dim
+        self.encoder: Floats = aligned((inputs + 1, spec.encoder_dim))
+        self.hidden: Floats = aligned((1 + spec.encoder_dim, width))
+        self.cells: list[Floats] = [
+            aligned((width + 1 + (width if layer else spec.encoder_dim), 4 * width)) for layer in range(self.layers)
+        ]
+        self.heads: Floats = aligned((1 + num_choices, width + 1))
+        """As torch has it, [outputs, inputs]: heads come out as columns."""
 
-    def moments(self, mean: Array, variance: Array) -> None:
-        self._offset = mean.reshape(-1).astype(np.float32)
-        self._scale = (1.0 / np.sqrt(variance.reshape(-1) + VARIANCE_EPSILON)).astype(np.float32)
+    def load_encoder(self, weight: Array, bias: Array) -> None:
+        self.encoder[:-1], self.encoder[-1] = weight.T, bias
 
-    def read(self, rows: Array, out: Floats) -> None:
-        if self._choices is not None:
-            np.equal(rows[:, None], self._choices, out=out, casting="unsafe")
-            return
-        out[...] = rows.reshape(len(rows), self.size)
-        if self._offset is not None and self._scale is not None:
-            np.subtract(out, self._offset, out=out)
-            np.multiply(out, self._scale, out=out)
-            np.clip(out, -CLIP, CLIP, out=out)
+    def load_hidden(self, weight: Array, bias: Array) -> None:
+        self.hidden[0], self.hidden[1:] = bias, weight.T
 
+    def load_heads(self, weight: Array, bias: Array) -> None:
+        self.heads[:, :-1], self.heads[:, -1] = weight, bias
 
-class _Linear:
-    """x W + b over a fixed input buffer. The bias is one more row of W, behind a column of ones in the input."""
-
-    def __init__(self, rows: int, inputs: int, outputs: int) -> None:
-        self._padded = aligned((rows, inputs + 1))
-        self._padded[:, inputs] = 1.0
-        self.x: Floats = self._padded[:, :inputs]
-        """[R, inputs]: to be filled before `run`."""
-        self._weight = aligned((inputs + 1, outputs))
-        self._out = aligned((rows, outputs))
-
-    def load(self, weight: Array, bias: Array) -> None:
-        """weight: [outputs, inputs], bias: [outputs], as torch has them."""
-        self._weight[:-1], self._weight[-1] = weight.T, bias
-
-    def run(self) -> Floats:
-        """[R, outputs], overwritten by the next call."""
-        return np.matmul(self._padded, self._weight, out=self._out)
-
-
-class _Cell:
-    """One LSTM layer (Hochreiter and Schmidhuber 1997; Gers et al. 2000), input and state side by side."""
-
-    def __init__(self, rows: int, inputs: int, hidden_dim: int) -> None:
-        self._gates = _Linear(rows, inputs + hidden_dim, 4 * hidden_dim)
-        self.x: Floats = self._gates.x[:, :inputs]
-        """[R, inputs]: to be filled before `run`."""
-        self._entering = self._gates.x[:, inputs:]
-        self._fresh = np.zeros((rows, hidden_dim), np.float32)
-
-    def load(self, weight_ih: Array, weight_hh: Array, bias_ih: Array, bias_hh: Array) -> None:
+    def load_cell(self, layer: int, weight_ih: Array, weight_hh: Array, bias_ih: Array, bias_hh: Array) -> None:
         """Parameters as torch has them: gates i, f, g, o."""
-
-        def laid_out(array: Array) -> Array:
-            i, f, g, o = np.split(array, 4)
-            return np.concatenate([i * HALF, f * HALF, o * HALF, g])
-
-        self._gates.load(laid_out(np.concatenate([weight_ih, weight_hh], axis=1)), laid_out(bias_ih + bias_hh))
-
-    def run(self, hidden: Array, cell: Array, hidden_out: Floats, cell_out: Floats) -> None:
-        """hidden, cell: [R, H] entering; hidden_out, cell_out: [R, H] exiting, other arrays than those entering."""
-        self._entering[...] = hidden
-        gates = self._gates.run()
-        np.tanh(gates, out=gates)
-        width = cell.shape[1]
-        sigmoids, g = gates[:, : 3 * width], gates[:, 3 * width :]
-        np.multiply(sigmoids, HALF, out=sigmoids)
-        np.add(sigmoids, HALF, out=sigmoids)
-        i, f, o = sigmoids[:, :width], sigmoids[:, width : 2 * width], sigmoids[:, 2 * width :]
-        np.multiply(i, g, out=self._fresh)
-        np.multiply(f, cell, out=cell_out)
-        np.add(cell_out, self._fresh, out=cell_out)
-        np.tanh(cell_out, out=self._fresh)
-        np.multiply(o, self._fresh, out=hidden_out)
+        rows = np.concatenate([weight_hh, (bias_ih + bias_hh)[:, None], weight_ih], axis=1)
+        i, f, g, o = np.split(rows, 4)
+        self.cells[layer][...] = np.concatenate([i * HALF, f * HALF, o * HALF, g]).T
 
 
-def _log_softmax(logits: Floats, out: Floats, scratch: Floats) -> Floats:
-    """log p [R, C] of logits [R, C] into out."""
-    np.subtract(logits, logits.max(axis=1, keepdims=True), out=out)
-    np.exp(out, out=scratch)
-    np.subtract(out, np.log(scratch.sum(axis=1, keepdims=True)), out=out)
-    return out
+class _Scratch:
+    """What one forward of R rows needs, whichever chunk they are."""
+
+    def __init__(self, rows: int, weights: _Weights) -> None:
+        width = weights.hidden_dim
+        inputs = len(weights.encoder)
+        self.encoder_input: Floats = aligned_rows((rows,), inputs)
+        self.encoder_input[:, -1] = 1.0
+        self.observed: Floats = self.encoder_input[:, :-1]
+        self.encoded: Floats = aligned((rows, weights.encoder_dim))
+        self.gates: Floats = aligned((rows, 4 * width))
+        self.sigmoids: Floats = self.gates[:, : 3 * width]
+        self.i, self.f, self.o, self.g = (self.gates[:, k * width : (k + 1) * width] for k in range(4))
+        self.fresh: Floats = aligned((rows, width))
+        self.heads: Floats = aligned((len(weights.heads), rows))
+        choices = len(weights.heads) - 1
+        self.shifted: Floats = aligned((choices, rows))
+        self.weighed: Floats = aligned((choices, rows))
+        self.most: Floats = aligned((rows,))
+        self.numbers = np.arange(rows)
+
+
+class _Chunk:
+    """The forward of R envs, over their rows of `joint` and `cells`."""
+
+    def __init__(self, rows: slice, joint: Floats, cells: Floats, weights: _Weights, scratch: _Scratch) -> None:
+        self.rows = rows
+        self.scratch = scratch
+        width = weights.hidden_dim
+        self._weights = weights
+        self._inputs = [joint[:, layer, : len(matrix)] for layer, matrix in enumerate(weights.cells)]
+        """Per layer hidden | 1 | input."""
+        self._fed = [rows_of_layer[:, width + 1 :] for rows_of_layer in self._inputs]
+        self._hidden = [joint[:, layer, :width] for layer in range(joint.shape[1])]
+        self._cells = [cells[:, layer] for layer in range(joint.shape[1])]
+        self._last = joint[:, -1, : width + 1]
+        # Elsewhere, but of the same strides: what `peek` computes is then what `advance` would.
+        apart = np.zeros_like(joint.base if joint.base is not None else joint)
+        self._joint_apart = aligned_rows(joint.shape[:2], joint.shape[2])
+        del apart
+        self._joint_apart[..., width] = 1.0
+
+    def advance(self) -> Floats:
+        raise NotImplementedError

@@ -290,7 +290,7 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def network_rows(self, obs_seq: Tensor | Mapping[str, Tensor], valid: Tensor) -> NetworkRows:
-        """Observations as in `evaluate_sequences` -> env-major rows [n * T]; the first choice, or zeros, where not valid.
+        """Observations as in `evaluate_sequences` -> env-major rows [n * T], of zeros where not valid.
 
         Good until the statistics change.
         """

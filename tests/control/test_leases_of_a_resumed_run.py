@@ -13,9 +13,7 @@ def first_grants(world: World) -> tuple[Peer, list[Peer], list[Grant]]:
 
 
 def resumed(updates: int) -> World:
-    world = World(2)
-    world.coordinator.updates_done = updates
-    return world
+    return World(2, updates_done=updates)
 
 
 def test_the_first_lease_of_every_place_reseeds_and_the_next_does_not() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_service.control.events import BatchFormed, RolloutTooOld
+from rollout_service.control.coordinator import FINISHED
+from rollout_service.control.events import BatchFormed, RolloutCommitted, RolloutTooOld
 from rollout_service.control.messages import Batch, Committed, Grant, Release, StartFrom
 from tests.control.world import ENVS, STEPS, Peer, started
 
@@ -112,3 +113,48 @@ def test_a_batch_that_is_lost_after_its_slots_were_released_is_counted() -> None
     assert world.learner().welcome is not None
     grant = actors[0].take(Grant)
     assert grant.start is StartFrom.CARRY
+
+
+def test_what_was_collected_with_weights_that_were_rolled_back_is_not_taken() -> None:
+    """By its number the version is two behind; by what it has learned it is five updates ahead."""
+    world, learner, actors, grants = started(2, max_policy_lag=2)
+    for actor, grant in zip(actors, grants, strict=True):
+        actor.commit(grant)
+    for _ in range(5):
+        learner.publish(learner.take(Batch))
+        commit_all(actors)
+    learner.publish(learner.take(Batch))
+    before = [actor.take(Grant) for actor in actors]
+    assert [8 - grant.version for grant in before] == [2, 2], "within the bound, by its number"
+    world.carry_out(world.coordinator.learner_lost(world.now))
+    assert world.learner(version=8, updates_done=0).got(Batch) is False
+    dropped = world.counters.get("dropped_rollouts", 0)
+    for actor, grant in zip(actors, before, strict=True):
+        actor.inbox.clear()
+        actor.commit(grant)
+        assert not actor.take(Committed).accepted
+        assert actor.take(Grant).version == 8
+    assert world.counters["dropped_stale_commits"] == 2
+    assert world.counters.get("dropped_rollouts", 0) == dropped
+
+
+def test_behind_the_last_batch_nothing_is_collected_and_what_was_is_counted() -> None:
+    world, learner, actors, grants = started(2, max_policy_lag=2, total_updates=3)
+    for actor, grant in zip(actors, grants, strict=True):
+        actor.commit(grant)
+    for _ in range(2):
+        while any(actor.got(Grant) for actor in actors):
+            commit_all(actors)
+        learner.publish(learner.take(Batch))
+    last = learner.take(Batch)
+    assert last.last
+    commit_all(actors)
+    assert not any(actor.got(Grant) for actor in actors)
+    learner.publish(last)
+    assert world.coordinator.stopped == FINISHED
+    trained = sum(len(formed.lags) for formed in world.events_of(BatchFormed))
+    collected = len(world.events_of(RolloutCommitted))
+    assert (trained, collected - trained) == (6, world.counters["dropped_rollouts"])
+    assert world.counters["dropped_env_steps"] == world.counters["dropped_rollouts"] * ROLLOUT
+    account = world.coordinator.report(world.now)["account"]
+    assert (account["trained"], account["in_hand"], account["missing"]) == (6 * ROLLOUT, 0, 0)

@@ -72,6 +72,7 @@ def make_coordinator(
     total_updates: int = 100,
     scheduler: Scheduler | None = None,
     heartbeat_interval: float = 1.0,
+    updates_done: int = 0,
 ) -> Coordinator:
     return Coordinator(
         spec,
@@ -82,6 +83,7 @@ def make_coordinator(
         total_updates=total_updates,
         step_timeout=STEP_TIMEOUT_S,
         heartbeat_interval=heartbeat_interval,
+        updates_done=updates_done,
         scheduler=scheduler,
     )
 
@@ -139,9 +141,9 @@ class World:
     """The run. `now` is moved by hand."""
 
     def __init__(self, num_actors: int = 2, *, scheduler: Scheduler | None = None, **changes: Any) -> None:
-        total_updates = changes.pop("total_updates", 100)
+        total_updates, updates_done = changes.pop("total_updates", 100), changes.pop("updates_done", 0)
         self.spec = make_spec(num_actors, **changes)
-        self.coordinator = make_coordinator(self.spec, total_updates, scheduler)
+        self.coordinator = make_coordinator(self.spec, total_updates, scheduler, updates_done=updates_done)
         self.now = 100.0
         self.events: list[Event] = []
         self.sent: dict[bytes, list[Message]] = defaultdict(list)

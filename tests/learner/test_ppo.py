@@ -17,6 +17,7 @@ from learner.ppo import (
     normalize_advantages,
     normalized,
     ppo_loss,
+    ppo_slopes,
 )
 from learner.sequences import SequenceBatch
 from rollout_service.config import TrainConfig
@@ -214,3 +215,47 @@ def test_the_mean_of_no_rows_is_zero() -> None:
 def test_settings_come_from_the_configuration() -> None:
     config = TrainConfig(clip_range=0.3, value_clip_range=0.4, entropy_coefficient=0.02, value_coefficient=0.7)
     assert PpoSettings.from_config(config) == PpoSettings(0.3, 0.4, 0.02, 0.7)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    old_log_probs: Tensor
+    old_values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    value_weights: Tensor
+    entropy_weights: Tensor
+
+
+@pytest.mark.parametrize("value_clip_range", [None, 0.2])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0])
+def test_slopes_by_hand_are_the_gradient_of_the_loss(value_clip_range: float | None, spread: float) -> None:
+    settings = replace(SETTINGS, value_clip_range=value_clip_range, entropy_coefficient=0.3, value_coefficient=0.7)
+    draw = torch.Generator().manual_seed(3)
+    shape = (6, 40)
+    old_log_probs, old_values, advantages, returns = (torch.randn(shape, generator=draw) for _ in range(4))
+    valid = torch.rand(shape, generator=draw) < 0.8
+    advantages[0] = 0.0
+    now = Evaluated(
+        (old_log_probs + spread * torch.randn(shape, generator=draw)).requires_grad_(),
+        (old_values + spread * torch.randn(shape, generator=draw)).requires_grad_(),
+        torch.rand(shape, generator=draw).requires_grad_(),
+    )
+    minibatch = batch(
+        old_log_probs=old_log_probs, advantages=advantages, returns=returns, old_values=old_values, valid=valid
+    )
+    loss, _ = ppo_loss(now, minibatch, settings)
+    expected = torch.autograd.grad(loss, [now.log_probs, now.values, now.entropy])
+
+    def zeroed(x: Tensor) -> Tensor:
+        return torch.where(valid, x, 0.0)
+
+    rows = Weighed(
+        *(zeroed(x) for x in (old_log_probs, old_values, advantages, returns)),
+        value_weights=valid * 2.0 * settings.value_coefficient,
+        entropy_weights=valid * settings.entropy_coefficient,
+    )
+    slopes = ppo_slopes(now, rows, settings)
+    for got, want in zip((slopes.by_log_prob, slopes.by_value, slopes.by_entropy), expected, strict=True):
+        assert torch.allclose(-got / valid.sum(), want, atol=1e-7)
+    assert not slopes.by_log_prob.requires_grad

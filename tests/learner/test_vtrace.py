@@ -48,3 +48,39 @@ def test_arguments_stay_as_they_were_and_must_be_of_one_shape() -> None:
     assert all((copy == rewards).all() for copy in copies)
     with pytest.raises(ShapeError, match="one shape"):
         vtrace(rewards, rewards, rewards, rewards[:, :2], ended, gamma=0.9, rho_bar=1.0, c_bar=1.0)
+
+
+def by_single_rows(log_ratios, rewards, values, next_values, ended, gamma, rho_bar, c_bar):
+    """Targets and advantages of one env, each [T], row by row in plain Python: the oracle."""
+    steps = len(rewards)
+    targets, advantages = np.zeros(steps), np.zeros(steps)
+    for t in reversed(range(steps)):
+        rho, c = min(np.exp(log_ratios[t]), rho_bar), min(np.exp(log_ratios[t]), c_bar)
+        targets[t] = values[t] + rho * (rewards[t] + gamma * next_values[t] - values[t])
+        following = next_values[t]
+        if not ended[t]:
+            targets[t] += gamma * c * (targets[t + 1] - values[t + 1])
+            following = targets[t + 1]
+        advantages[t] = rho * (rewards[t] + gamma * following - values[t])
+    return targets, advantages
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_equals_the_loop_over_single_rows_with_ends_and_fillers(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    log_ratios, rewards, values, next_values = draw.standard_normal((4, 5, 20))
+    steps = draw.integers(1, 21, 5)
+    live = (draw.random((5, 20)) < 0.9) & (np.arange(20) < steps[:, None])
+    ended = (draw.random((5, 20)) < 0.1) | ~live | (np.arange(20) == steps[:, None] - 1)
+    ended[:, -1] = True
+    for array in (log_ratios, rewards, values, next_values):
+        array[~live] = 0.0
+    settings = {"gamma": 0.9, "rho_bar": 1.3, "c_bar": 1.1}
+    targets, advantages = vtrace(log_ratios, rewards, values, next_values, ended, **settings)
+    for env in range(5):
+        each = (array[env] for array in (log_ratios, rewards, values, next_values, ended))
+        expected = by_single_rows(*each, **settings)
+        np.testing.assert_allclose(targets[env], expected[0], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(advantages[env], expected[1], rtol=1e-12, atol=1e-12)
+    assert not targets[~live].any()
+    assert not advantages[~live].any()

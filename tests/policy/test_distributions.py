@@ -79,3 +79,17 @@ def test_very_unlikely_actions_keep_finite_log_probs() -> None:
 def test_a_box_action_space_is_refused_with_its_shape() -> None:
     with pytest.raises(SpaceNotSupported, match=r"\(3,\)"):
         distribution_for(Leaf(kind=SpaceKind.BOX, shape=(3,), dtype="float32"))
+
+
+@pytest.mark.parametrize(("choices", "start"), [(1, 0), (2, 0), (6, -2)])
+def test_the_way_back_by_hand_is_autograds(choices: int, start: int) -> None:
+    head, draw = Categorical(choices, start), torch.Generator().manual_seed(choices)
+    logits = torch.randn(50, choices, generator=draw, requires_grad=True)
+    actions = torch.randint(start, start + choices, (50,), generator=draw)
+    by_log_prob, by_entropy = torch.randn(50, generator=draw), torch.randn(50, generator=draw)
+    log_probs, entropy = head.evaluate(logits, actions)
+    (expected,) = torch.autograd.grad((log_probs * by_log_prob + entropy * by_entropy).sum(), logits)
+    found = head.evaluate_columns(logits.detach().t().contiguous(), actions)
+    assert torch.allclose(found.log_probs, log_probs)
+    assert torch.allclose(found.entropy, entropy, atol=1e-6)
+    assert torch.allclose(found.gradient(by_log_prob, by_entropy).t(), expected, atol=1e-6)

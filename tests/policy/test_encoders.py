@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_service.policy.encoders import Encoder
+from rollout_service.policy.encoders import Encoder, tanh_linear
 from rollout_service.runspec import Leaf, SpaceKind
 
 
@@ -29,3 +29,24 @@ def test_features_of_a_row_do_not_depend_on_its_neighbours() -> None:
     together = encoder([vectors], [images])
     alone = torch.cat([encoder([vectors[row : row + 1]], [images[row : row + 1]]) for row in range(5)])
     assert torch.allclose(together, alone, atol=1e-6)
+
+
+def test_tanh_by_sigmoid_is_tanh_in_value_and_gradient() -> None:
+    x = torch.cat([torch.linspace(-100, 100, 401), torch.logspace(-8, 0, 50)]).unsqueeze(1)
+    weight, bias = torch.ones(1, 1, requires_grad=True), torch.tensor([0.25], requires_grad=True)
+    found, expected = tanh_linear(x, weight, bias), torch.tanh(x @ weight.t() + bias)
+    assert torch.allclose(found, expected, atol=2e-7, rtol=0.0)
+    for got, want in zip(
+        torch.autograd.grad(found.sum(), [weight, bias]),
+        torch.autograd.grad(expected.sum(), [weight, bias]),
+        strict=True,
+    ):
+        assert torch.allclose(got, want, rtol=1e-5)
+
+
+def test_a_lone_leaf_gives_the_same_bits_from_memory_that_is_not_aligned() -> None:
+    leaf = Leaf(kind=SpaceKind.BOX, shape=(7,), dtype="float32")
+    encoder = Encoder([leaf], 16, torch.Generator().manual_seed(0))
+    rows = torch.randn(9, 7, generator=torch.Generator().manual_seed(1))
+    shifted = torch.zeros(9 * 7 + 1)[1:].view(9, 7).copy_(rows)
+    assert torch.equal(encoder([shifted], []), encoder([rows], []))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rollout_service.errors import ShapeError, StateMissing
 from rollout_service.policy import recurrent
 from rollout_service.policy.recurrent import FeedForwardCore, LSTMCore, chrono_biases, one_block
+from rollout_service.policy.resets import lay_out
 
 INPUTS, HIDDEN, STEPS, ROWS = 5, 6, 19, 7
 
@@ -45,6 +46,22 @@ def test_a_whole_sequence_equals_the_loop_over_cells(
     x, starts, state = make_inputs(num_layers, share=share)
     out, expected = core.sequence(x, starts, state), core.sequence_by_cells(x, starts, state)
     assert out.shape == (ROWS, STEPS, HIDDEN)
+    assert torch.allclose(out, expected, atol=1e-6)
+    inputs = [x, state["hidden"], state["cell"]]
+    for got, want in zip(gradients(core, out, inputs), gradients(core, expected, inputs), strict=True):
+        assert torch.allclose(got, want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_rows_that_are_laid_out_already_give_the_same(num_layers: int, share: float) -> None:
+    core = make_core(num_layers)
+    x, starts, state = make_inputs(num_layers, share=share)
+    plan = lay_out(starts)
+    entering = {name: array.masked_fill(starts[:, :1].ne(0), 0.0) for name, array in state.items()}
+    padded = x.flatten(0, 1)[plan.source].view(plan.num_steps, ROWS, INPUTS)
+    out = plan.gather(core.padded(padded, plan.flags if share else None, entering))
+    expected = core.sequence_by_cells(x, starts, state)
     assert torch.allclose(out, expected, atol=1e-6)
     inputs = [x, state["hidden"], state["cell"]]
     for got, want in zip(gradients(core, out, inputs), gradients(core, expected, inputs), strict=True):

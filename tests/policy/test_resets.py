@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout_service.policy.resets import plan_resets
+from rollout_service.policy.resets import lay_out, plan_resets
 
 
 def test_nothing_is_inserted_for_starts_in_the_first_column() -> None:
@@ -18,11 +18,20 @@ def test_one_step_is_inserted_in_front_of_each_later_start() -> None:
     assert (plan.num_steps, plan.num_rows) == (7, 2)
     rows = (torch.arange(10.0) + 1).view(2, 5, 1)
     spread = plan.spread(rows)
-    assert spread[:, 0, 0].tolist() == [1, 2, 0, 3, 4, 0, 5]
+    assert [x for x, flag in spread[:, 0].tolist() if flag == 0] == [1, 2, 3, 4, 5]
     assert spread[:, 0, 1].tolist() == [0, 0, 1, 0, 0, 1, 0]
-    assert spread[:, 1, 0].tolist() == [6, 7, 8, 0, 9, 10, 0]
+    assert [x for x, flag in spread[:, 1].tolist() if flag == 0] == [6, 7, 8, 9, 10]
     assert spread[:, 1, 1].tolist() == [0, 0, 0, 1, 0, 0, 1]
     assert torch.equal(plan.gather(spread[..., :1]), rows)
+    assert plan.lengths.tolist() == [7, 6]
+
+
+def test_a_row_that_ends_early_is_filled_up_with_flagged_places() -> None:
+    plan = lay_out(torch.tensor([[0, 1, 1], [0, 0, 0]]))
+    assert plan.lengths.tolist() == [5, 3]
+    assert plan.flags[:, 0, 0].tolist() == [0, 1, 0, 1, 0]
+    assert plan.flags[:, 1, 0].tolist() == [0, 0, 0, 1, 1]
+    assert lay_out(torch.zeros(2, 3)).lengths.tolist() == [3, 3]
 
 
 def test_gradients_pass_through_insertion_and_selection_unchanged() -> None:

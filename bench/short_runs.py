@@ -1,0 +1,139 @@
+"""Many short runs: some left to themselves, some stopped at a random moment. None may leave anything behind.
+
+A moment is drawn from the one on at which the command can hear a signal, some hundredths of a second after its start,
+to a little beyond the end of such a run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+from bench.watched import WatchedRun, elapse, until
+from rollout_service import checkpoint
+from tests.fixtures.machine import run_command
+
+WORDS: Final = (
+    *("--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3", "--num-actors", "2", "--envs-per-actor", "2"),
+    *("--num-steps", "16", "--hidden-dim", "8", "--epochs", "1", "--envs-per-minibatch", "2", "--learner-threads", "1"),
+    *("--checkpoint-interval", "2", "--no-tensorboard", "--json"),
+)
+UPDATES: Final = 10
+BAR_S: Final = 15.0
+STOPS: Final = {
+    "SIGINT": (signal.SIGINT, {130}),
+    "SIGTERM": (signal.SIGTERM, {143}),
+    "SIGINT twice": (signal.SIGINT, {130}),
+    "SIGKILL": (signal.SIGKILL, {-signal.SIGKILL}),
+}
+"""Name -> signal, and the exit codes it may lead to; a run that has ended by then may have 0 as well."""
+END_S: Final = 30.0
+
+
+def words(seed: int) -> tuple[str, ...]:
+    return (*WORDS, "--total-steps", str(UPDATES * 2 * 2 * 16), "--seed", str(seed))
+
+
+def run_to_the_end(directory: Path, count: int) -> dict[str, Any]:
+    """So many runs in a row, each in a directory of its own below this one."""
+    took, problems = [], []
+    for number in range(count):
+        place = _fresh(directory)
+        begin = time.monotonic()
+        with WatchedRun(*words(number), directory=place) as run:
+            code = run.service.wait(4 * BAR_S)
+            took.append(time.monotonic() - begin)
+            problems += [f"run {number}: {what} is left" for what in run.leftovers()]
+            if code != 0 or took[-1] >= BAR_S:
+                problems.append(
+                    f"run {number}: exit code {code} after {took[-1]:.1f} s\n{run.service.stderr()[-2000:]}"
+                )
+    return {"runs": count, "longest_s": round(max(took, default=0.0), 2), "problems": problems, "right": not problems}
+
+
+def run_and_stop(directory: Path, count: int, seed: int, longest_s: float) -> dict[str, Any]:
+    """So many runs, each stopped at a random moment before `longest_s`."""
+    rng = random.Random(seed)
+    codes: Counter[str] = Counter()
+    problems: list[str] = []
+    ends = []
+    for number in range(count):
+        name = list(STOPS)[number % len(STOPS)]
+        moment = rng.uniform(0.0, longest_s)
+        with WatchedRun(*words(number), directory=_fresh(directory)) as run:
+            found = _stop(run, name, moment, rng)
+        codes[f"{name}: {found['code']}"] += 1
+        ends.append(found["end_s"])
+        problems += [f"run {number}, {name} after {moment:.2f} s: {problem}" for problem in found["problems"]]
+    return {
+        "runs": count,
+        "exit_codes": dict(sorted(codes.items())),
+        "longest_end_s": round(max(ends, default=0.0), 2),
+        "problems": problems,
+        "right": not problems,
+    }
+
+
+def _stop(run: WatchedRun, name: str, moment: float, rng: random.Random) -> dict[str, Any]:
+    signum, expected = STOPS[name]
+    until(lambda: run.over or hears(run.pid, signal.SIGTERM), "a command that hears signals")
+    elapse(moment)
+    at = time.monotonic()
+    _send(run, name, signum)
+    if name == "SIGINT twice":
+        elapse(rng.uniform(0.0, 0.5))
+        _send(run, name, signum)
+    code = run.service.wait(END_S)
+    end_s = time.monotonic() - at
+    problems = []
+    if code not in {*expected, 0}:
+        problems.append(f"exit code {code}\n{run.service.stderr()[-2000:]}")
+    if "Traceback" in (said := run.service.stderr()):
+        problems.append(f"a traceback\n{said[-2000:]}")
+    left = run.leftovers()
+    if signum == signal.SIGKILL:
+        # Nobody could take its memory down; the next start does, or `clean`.
+        problems += [what for what in left if what.startswith("process")]
+        run_command("clean", cwd=run.directory, **{"ROLLOUT_SERVICE_SOCKET_DIR": str(run.sockets)})
+        left = run.leftovers()
+    problems += [f"{what} is left" for what in left]
+    checkpoints = checkpoint.newest(run.run_dir) if run.run_dir.is_dir() else None
+    if checkpoints is not None and checkpoints.damaged:
+        problems.append(f"damaged: {checkpoints.damaged}")
+    if name in ("SIGINT", "SIGTERM") and checkpoints is not None and checkpoints.checkpoint is None and run.records():
+        problems.append("updates, and no checkpoint")
+    return {"code": code, "end_s": end_s, "problems": problems}
+
+
+def _send(run: WatchedRun, name: str, signum: int) -> None:
+    """Ctrl-C reaches the whole group, as from a terminal; the others the service alone."""
+    if run.over:
+        return
+    if name.startswith("SIGINT"):
+        run.service.signal_group(signum)
+    else:
+        run.service.process.send_signal(signum)
+
+
+def hears(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def _fresh(directory: Path) -> Path:
+    place = directory / "short"
+    if place.exists():
+        shutil.rmtree(place)
+    os.makedirs(place)
+    return place

@@ -1,0 +1,227 @@
+"""A run under test: started like any other, watched from outside all along, and looked at once it is over.
+
+`Watch` asks the service for its report, as `rollout-service status` does, many times a second: what it says of itself
+has to be right at every moment, not just in the end. `leftovers` says what of a run is still there. Whoever uses this
+may kill and stop what belongs to its own run; runs of other people on the same machine are never looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import psutil
+
+from rollout_service.control.client import Client
+from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE, SOCKET_PREFIX
+from rollout_service.control.messages import Hello, Role, Status, StatusReport
+from rollout_service.errors import RolloutServiceError
+from rollout_service.launch.cleanup import run_header
+from rollout_service.launch.train import ACCOUNT_NOTE
+from rollout_service.memory.segment import SegmentInfo, list_segments
+from tests.fixtures.machine import Service
+
+POLL_S: Final = 0.005
+PATIENCE_S: Final = 120.0
+"""For anything that is waited for here."""
+SAMPLE_EVERY_S: Final = 0.05
+ANSWER_S: Final = 10.0
+WORKING: Final = ("waiting", "collecting", "late")
+"""States of an actor that has joined."""
+
+
+def until(holds: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
+    """The first true value of `holds()`."""
+    deadline, pause = time.monotonic() + within_s, threading.Event()
+    while not (value := holds()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not within {within_s:g} s: {what}")
+        pause.wait(POLL_S)
+    return value
+
+
+def elapse(seconds: float) -> None:
+    """A random moment is a moment of the clock: nothing that can be waited for marks it."""
+    threading.Event().wait(max(0.0, seconds))
+
+
+class WatchedRun:
+    """`rollout-service train <words>` in `directory`, with a socket directory of its own. A context manager."""
+
+    def __init__(self, *words: str, directory: Path) -> None:
+        self.directory = directory
+        self.run_dir = directory / "run"
+        # Short: the path of a socket has 100 bytes, and `directory` may be deep.
+        self.sockets = Path(tempfile.mkdtemp(prefix="rs-chaos-", dir="/tmp"))
+        extra = {SOCKET_DIR_VARIABLE: str(self.sockets)}
+        self.service = Service("--run-dir", "run", *words, cwd=directory, **extra)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.service.__exit__(kind, error, trace)
+        shutil.rmtree(self.sockets, ignore_errors=True)
+
+    @property
+    def pid(self) -> int:
+        return self.service.process.pid
+
+    @property
+    def over(self) -> bool:
+        return self.service.process.poll() is not None
+
+    def segments(self) -> list[SegmentInfo]:
+        """Those that this run's service owns, or has left behind."""
+        run_dir = str(self.run_dir)
+        return [
+            found
+            for found in list_segments()
+            if found.owner_pid == self.pid or run_header(found).get("run_dir") == run_dir
+        ]
+
+    def endpoint(self) -> str:
+        """Where the service listens, once it does."""
+
+        def found() -> str | None:
+            return next((each for s in self.segments() if s.ready and (each := run_header(s).get("endpoint"))), None)
+
+        endpoint: str = until(lambda: found() or (self.over and "none"), "the run's segment")
+        if self.over:
+            raise SystemExit(f"the run has ended at its start:\n{self.service.stderr()}")
+        return endpoint
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live of the run: it has a session of its own, and children stay in it."""
+        found = []
+        for pid in psutil.pids():
+            try:
+                if os.getsid(pid) == self.pid and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (OSError, psutil.Error):
+                continue
+        return found
+
+    def roles(self, module: str) -> list[psutil.Process]:
+        """Its processes `python -m <module>`."""
+        found = []
+        for process in self.processes():
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            if f" -m {module} " in f" {' '.join(words)} ":
+                found.append(process)
+        return found
+
+    def leftovers(self, processes_within_s: float = 10.0) -> list[str]:
+        """What of the run is still there, although its service is gone."""
+        deadline, pause = time.monotonic() + processes_within_s, threading.Event()
+        while (alive := self.processes()) and time.monotonic() < deadline:
+            pause.wait(POLL_S)
+        return [
+            *(f"process {process.pid}" for process in alive),
+            *(f"segment {segment.name}" for segment in self.segments()),
+            *(f"socket directory {path.name}" for path in self.sockets.glob(f"{SOCKET_PREFIX}*")),
+        ]
+
+    def records(self) -> list[dict[str, float]]:
+        """The run's log. A line that is just being written is left out."""
+        log = self.run_dir / "metrics.jsonl"
+        text = log.read_text() if log.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def accounts(self) -> list[dict[str, int]]:
+        """What the service wrote about where every env step went; one for each of its lives."""
+        text = (self.run_dir / "run.log").read_text()
+        return [json.loads(found) for found in re.findall(f"{re.escape(ACCOUNT_NOTE)}(.*)$", text, re.M)]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One report. at: seconds of the monotonic clock."""
+
+    at: float
+    committed: int
+    missing: int
+    updates: int
+    version: int
+    furthest_lag: int
+    actors: tuple[tuple[int, bool], ...]
+    """(incarnation, has joined) per place."""
+
+    @property
+    def all_there(self) -> bool:
+        return all(joined for _, joined in self.actors)
+
+
+class Watch:
+    """Asks one run for its report in a thread of its own, until it is told to stop. A context manager."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.samples: list[Sample] = []
+        self.unanswered = 0
+        self._endpoint = endpoint
+        self._leave = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._leave.set()
+        self._thread.join(2 * ANSWER_S)
+
+    @property
+    def last(self) -> Sample | None:
+        return self.samples[-1] if self.samples else None
+
+    def since(self, at: float) -> list[Sample]:
+        return self.samples[bisect_left(self.samples, at, key=lambda sample: sample.at) :]
+
+    def rate(self, begin: float, end: float) -> float:
+        """Committed env steps per second between two moments."""
+        inside = [sample for sample in self.since(begin) if sample.at <= end]
+        if len(inside) < 2:
+            return 0.0
+        return (inside[-1].committed - inside[0].committed) / (inside[-1].at - inside[0].at)
+
+    def _run(self) -> None:
+        while not self._leave.is_set():
+            client = Client(self._endpoint, Hello(role=Role.OBSERVER, pid=os.getpid()), connect_deadline_s=ANSWER_S)
+            try:
+                client.connect()
+                while not self._leave.wait(SAMPLE_EVERY_S):
+                    answer = client.exchange(Status(), StatusReport, resend_every_s=1.0, deadline_s=ANSWER_S)
+                    if isinstance(answer, StatusReport):
+                        self.samples.append(_sample(answer.report))
+            except RolloutServiceError:
+                self.unanswered += not self._leave.is_set()
+            finally:
+                client.close()
+
+
+def _sample(report: dict[str, Any]) -> Sample:
+    return Sample(
+        at=time.monotonic(),
+        committed=report["account"]["committed"],
+        missing=report["account"]["missing"],
+        updates=report["updates"],
+        version=report["version"] or 0,
+        furthest_lag=max(map(int, report["policy_lags"]), default=0),
+        actors=tuple((actor["incarnation"], actor["state"] in WORKING) for actor in report["actors"]),
+    )

@@ -1,0 +1,229 @@
+"""Where the run stands, the batch that is out, and what became of every rollout that was committed. Pure.
+
+Writer: the coordinator. A committed rollout goes one of these ways, and is counted on all but the first:
+
+    trained on      its batch was published
+    dropped         its learner was lost first, or the run has ended (losses)
+    too old         the newest weights had left it behind by more than max_policy_lag
+    stale           its lease had ended, or it was collected with weights that were rolled back since
+
+What must never happen: a rollout that is trained on twice, or forgotten; a version that falls. Left to others: who may
+say what (coordinator), slot states (ledger), which slots a batch has (scheduling).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollout_service.control import events
+from rollout_service.control.account import Account
+from rollout_service.control.filling import Filling
+from rollout_service.control.leases import Leases
+from rollout_service.control.losses import Losses, LostBatch
+from rollout_service.control.messages import Batch, Commit, Publish, Ready
+from rollout_service.control.roster import Rate
+from rollout_service.control.scheduling import FormBatch
+from rollout_service.runspec import RunSpec
+
+
+class Updates:
+    """The updates of one run. `done` and `env_steps` start above 0 in a resumed run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        leases: Leases,
+        filling: Filling,
+        counters: Counter[str],
+        *,
+        total: int,
+        done: int,
+        env_steps: int,
+    ) -> None:
+        self.done = done
+        self.env_steps = env_steps
+        """Trained on so far."""
+        self.version: int | None = None
+        """Newest weights; None before the first READY."""
+        self.batch: Batch | None = None
+        """The batch the learner works on."""
+        self.lags: Counter[int] = Counter()
+        """Policy lag -> rollouts that went to the learner with it."""
+        self.rate = Rate()
+        self._total = total
+        self._spec = spec
+        self._leases = leases
+        self._filling = filling
+        self._counters = counters
+        self._losses = Losses(counters)
+        self._account = Account(counters)
+        self._released = False
+        """The batch's slots are filled anew already."""
+        self._env_steps: dict[int, int] = {}
+        """Slot -> env steps of the newest commit that was accepted for it."""
+
+    @property
+    def newest(self) -> int:
+        """The newest version, 0 before the first."""
+        return self.version or 0
+
+    def expected(self) -> int:
+        """Updates at the end, if all that is still to come are full rollouts."""
+        return self.done + self._spec.rollouts_that_fit(self.env_steps, self._total)
+
+    def another_fits(self, env_steps: int) -> bool:
+        """Whether a whole rollout fits behind these env steps."""
+        return self._spec.rollouts_that_fit(env_steps, self._total) > 0
+
+    # --- commits
+
+    def env_steps_of(self, commit: Commit) -> int:
+        return commit.valid_steps * self._spec.envs_per_actor if commit.env_steps is None else commit.env_steps
+
+    def accepted(self, commit: Commit) -> int:
+        """A slot was filled. Returns its env steps."""
+        env_steps = self._env_steps[commit.slot] = self.env_steps_of(commit)
+        self._account.committed += env_steps
+        return env_steps
+
+    def refused(self, actor_id: int, commit: Commit) -> list[events.RolloutTooOld]:
+        """A commit came too late to be used."""
+        lag = self.newest - commit.version
+        if self._spec.max_policy_lag > 0 and lag > self._spec.max_policy_lag:
+            return [self._too_old(actor_id, lag, self.env_steps_of(commit))]
+        self._counters["dropped_stale_commits"] += 1
+        return []
+
+    # --- one update
+
+    def form(self, due: FormBatch, now: float) -> tuple[Batch, events.BatchFormed]:
+        """The batch that goes to the learner now. Behind the last one nothing is granted any more."""
+        taken = self._filling.take(due, now)
+        rollouts = list(zip(taken.slots, taken.holders, taken.valid_steps, taken.versions, strict=True))
+        env_steps = self.env_steps + sum(self._env_steps[slot] for slot, _, steps, _ in rollouts if steps > 0)
+        lags = tuple(self.newest - version for _, holder, _, version in rollouts if holder is not None)
+        self.lags.update(lags)
+        self._released = False
+        self.batch = Batch(
+            update=self.done + 1,
+            slots=taken.slots,
+            valid_steps=taken.valid_steps,
+            versions=taken.versions,
+            env_steps=env_steps,
+            last=not self.another_fits(env_steps),
+            seed_into=self._filling.seed_into(taken.slots),
+        )
+        if self.batch.last:
+            self._filling.close()
+        partial = tuple(
+            holder.actor_id for _, holder, steps, _ in rollouts if holder and 0 < steps < self._spec.num_steps
+        )
+        self._counters["partial_rollouts"] += len(partial)
+        return self.batch, events.BatchFormed(
+            self.batch.update,
+            env_steps,
+            taken.waited_for,
+            taken.wait_s,
+            partial=partial,
+            late=taken.late,
+            unclaimed=due.unclaimed,
+            lags=lags,
+        )
+
+    def release(self, update: int) -> None:
+        """The learner has copied what it needs of this update's batch. Too late or twice, it changes nothing."""
+        if self.batch is not None and update == self.batch.update:
+            self._leases.release(self.batch.slots)
+            self._released = True
+
+    def objection(self, publish: Publish) -> str | None:
+        """Why this cannot be the end of the batch that is out."""
+        batch = self.batch
+        if batch is None or publish.update != batch.update:
+            wanted = "no batch is out" if batch is None else f"update {batch.update} is out"
+            return f"publish of update {publish.update}: {wanted}"
+        if wrong := set(publish.seeded) - set(batch.seed_into):
+            return f"publish.seeded has slots {sorted(wrong)}, which BATCH did not name"
+        if publish.version <= self.newest:
+            return f"publish.version {publish.version} is not above {self.newest}"
+        return None
+
+    def publish(self, batch: Batch, publish: Publish, now: float) -> list[events.UpdateFinished | events.RolloutTooOld]:
+        """The batch that is out was trained on. Drops what its weights leave too far behind."""
+        self._leases.release(batch.slots)
+        self._leases.seeded(publish.seeded)
+        self._filling.published()
+        self.batch = None
+        self.version, self.done, self.env_steps = publish.version, batch.update, batch.env_steps
+        self.rate.add(now, 1)
+        finished = events.UpdateFinished(
+            update=batch.update,
+            version=publish.version,
+            env_steps=batch.env_steps,
+            metrics=publish.metrics,
+            seconds=publish.seconds,
+            checkpoint=publish.checkpoint,
+        )
+        return [finished, *self._drop_outdated()]
+
+    # --- learners that come and go
+
+    def ready(self, pid: int, ready: Ready) -> list[events.UpdateFinished | events.LearnerReady]:
+        """The run stands where this learner stands; what was collected for another one is dropped."""
+        if self.version is None:
+            self._leases.resumed = ready.updates_done > 0
+        self._leases.first_version = ready.version
+        self._dropped(self._leases.drop_filled("older than the restored learner's weights"))
+        stands = self._losses.restored(pid, ready, updates=self.done, env_steps=self.env_steps)
+        self.version, self.done, self.env_steps = ready.version, ready.updates_done, ready.env_steps_done
+        if self._account.began_at is None:
+            self._account.began_at = ready.env_steps_done
+        if not stands.unannounced_update:
+            return [stands]
+        return [events.UpdateFinished(stands.updates, stands.version, stands.env_steps, {}, {}, None), stands]
+
+    def learner_lost(self, *, stopped: bool) -> None:
+        """What it read or would have read is dropped. stopped: no other learner will come."""
+        batch, self.batch = self.batch, None
+        lost = None if batch is None else self._lost(batch)
+        if not stopped:
+            self._losses.learner_lost(lost)
+        if lost is not None and self._released:
+            self._losses.dropped(lost.rollouts, lost.env_steps)
+        self._filling.close()
+        self._dropped(self._leases.drop_filled("the learner was lost"))
+
+    def stop(self) -> None:
+        """No grants; what no batch has taken is dropped. The batch that is out may still be published."""
+        self._filling.close()
+        self._dropped(self._leases.drop_ready("the run is over"))
+
+    # --- the account
+
+    def balance(self) -> dict[str, int]:
+        """Where every env step went that was ever committed."""
+        copied = self.batch.env_steps - self.env_steps if self.batch is not None and self._released else 0
+        return self._account.balance(self.env_steps, copied + self._env_steps_in(self._leases.filled()))
+
+    def _drop_outdated(self) -> list[events.RolloutTooOld]:
+        """Rollouts that the newest weights have left too far behind."""
+        told = []
+        for slot, filled in self._leases.drop_outdated(self.newest):
+            self._account.outdated += self._env_steps[slot]
+            told.append(self._too_old(filled.holder.actor_id, self.newest - filled.version, self._env_steps[slot]))
+        return told
+
+    def _lost(self, batch: Batch) -> LostBatch:
+        rollouts = sum(version > 0 for version in batch.versions)
+        return LostBatch(batch.update, rollouts, batch.env_steps - self.env_steps)
+
+    def _dropped(self, slots: list[int]) -> None:
+        self._losses.dropped(len(slots), self._env_steps_in(slots))
+
+    def _env_steps_in(self, slots: list[int]) -> int:
+        return sum(self._env_steps[slot] for slot in slots)
+
+    def _too_old(self, actor_id: int, lag: int, env_steps: int) -> events.RolloutTooOld:
+        self._counters["dropped_over_lag"] += 1
+        self._counters["dropped_over_lag_env_steps"] += env_steps
+        return events.RolloutTooOld(actor_id, lag, env_steps)
