@@ -128,7 +128,7 @@ def _inject(run: WatchedRun, faults: Sequence[Fault], rng: random.Random, second
     for number, fault in enumerate(faults):
         wake_until(start + fault.at)
         victim, role = until(
-            lambda fault=fault: run.over and (None, "") or _victim(run, fault.learner, rng), "a victim"
+            lambda fault=fault: (run.over and (None, "")) or _victim(run, fault.learner, rng), "a victim"
         )
         if victim is None:
             raise SystemExit(f"the run has ended in the middle of its faults:\n{run.service.stderr()[-3000:]}")

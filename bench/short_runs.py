@@ -100,7 +100,7 @@ def _stop(run: WatchedRun, name: str, moment: float, rng: random.Random) -> dict
     if signum == signal.SIGKILL:
         # Nobody could take its memory down; the next start does, or `clean`.
         problems += [what for what in left if what.startswith("process")]
-        run_command("clean", cwd=run.directory, **{"ROLLOUT_SERVICE_SOCKET_DIR": str(run.sockets)})
+        run_command("clean", cwd=run.directory, ROLLOUT_SERVICE_SOCKET_DIR=str(run.sockets))
         left = run.leftovers()
     problems += [f"{what} is left" for what in left]
     checkpoints = checkpoint.newest(run.run_dir) if run.run_dir.is_dir() else None

@@ -75,7 +75,7 @@ class Crew:
 
         Returns when all are taken. Raises what a block raised.
         """
-        if blocks == 1 or not self._helpers:
+        if blocks <= 1 or not self._helpers:
             for block in range(blocks):
                 take(block, compute(block))
             return
@@ -83,7 +83,7 @@ class Crew:
         for _ in self._helpers[: blocks - 1]:
             self._jobs.put(job)  # type: ignore[arg-type]
         job.help()
-        job.over.wait()
+        job.over.wait()  # no deadline: what is under way elsewhere is as long as what was computed here
         if job.error is not None:
             raise job.error
 

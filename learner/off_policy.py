@@ -54,9 +54,14 @@ class TraceRows:
 
     @classmethod
     def of(
-        cls, rollout: RecurrentRolloutBuffer, batch: SequenceBatch, reward_scale: float, config: TrainConfig
+        cls,
+        rollout: RecurrentRolloutBuffer,
+        batch: SequenceBatch,
+        counts: NDArray[np.int64],
+        reward_scale: float,
+        config: TrainConfig,
     ) -> TraceRows:
-        """The rows of `batch`, which was taken of `rollout`."""
+        """The rows of `batch`, which was taken of `rollout` with these counts (K, int [N])."""
         envs, columns = batch.env_ids.cpu().numpy(), batch.valid.shape[1]
 
         def rows(grid: NDArray[Any]) -> NDArray[Any]:
@@ -71,7 +76,7 @@ class TraceRows:
             truncated=truncated,
             truncation_values=rows(rollout.truncation_values()).astype(np.float64),
             last_values=rollout.last_values()[envs].astype(np.float64),
-            valid_steps=rollout.valid_steps[envs],
+            valid_steps=counts[envs],
         )
 
 

@@ -49,6 +49,7 @@ from learner.gae import Estimator
 from learner.rollout_views import CARRY, Epochs, RolloutViews
 from learner.sequences import Generator, SequenceBatch, check_envs_per_minibatch, materialize
 from learner.single_pass import write_advantages
+from learner.upload import TrainingRows
 from rollout_service.config import GaeRule
 from rollout_service.errors import IncompleteRollout, OutOfOrder, ShapeError
 from rollout_service.memory.schema import FINAL_PREFIX, Per, rollout_fields
@@ -323,6 +324,18 @@ class RecurrentRolloutBuffer(RolloutViews):
         covered = self._ready()
         return self._batch(covered, np.flatnonzero(covered), device)
 
+    def training_rows(self, valid_steps: ArrayLike) -> TrainingRows:
+        """What a batch of these rows is made of, where it lies, for whoever estimates advantages elsewhere.
+
+        valid_steps: K, an int, or int [N], or one per slot. Nothing is written, and batches of this buffer still need
+        GAE here. Raises OutOfRange, ShapeError, IncompleteRollout for a row that was not written, OutOfOrder if row 0
+        was seeded.
+        """
+        steps = self._per_env("valid_steps", valid_steps, low=0, high=self._num_steps)
+        self._require_unseeded()
+        self._require_rows(steps)
+        return TrainingRows.of(self._arrays, self._fields, steps)
+
     def to_minibatches(
         self,
         envs_per_minibatch: int,
@@ -429,12 +442,15 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     def _ready(self) -> NDArray[np.int64]:
         """K of the last GAE call, if a batch may be taken now."""
+        self._require_unseeded()
+        return self._last_estimate().valid_steps
+
+    def _require_unseeded(self) -> None:
         if self._seeded == self._epochs():
             raise OutOfOrder(
                 "row 0 was seeded for the next rollout, so a batch would start from the wrong state; "
                 "take batches before seed_warm_start, or begin the next rollout with add"
             )
-        return self._last_estimate().valid_steps
 
     def _last_estimate(self) -> _Covered:
         if self._covered is None or self._covered.epochs != self._epochs():

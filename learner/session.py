@@ -55,6 +55,7 @@ class LearnerSession:
         total = check_fits_one_rollout(self.config, self.spec.num_actors)
         self.trainer = Trainer(self.config, self.spec, total_updates=total)
         self.memory = RolloutMemory.attach(welcome.rollout_segment)
+        self.trainer.attach(self.memory)
         self.weights = WeightsMemory.attach(welcome.weights_segment)
         banks = range(NUM_BANKS) if self.spec.max_policy_lag == 0 else ()
         self.banks = {
@@ -193,6 +194,7 @@ class LearnerSession:
 
     def close(self) -> None:
         self.banks.clear()
+        self.trainer.close()
         self.weights.close()
         self.memory.close()
 

@@ -1,19 +1,33 @@
-"""Where the learner computes, and what has to be set before it does: device, threads, allocator pages.
+"""Where the learner computes: device, threads, allocator pages, and how a rollout becomes a batch there.
 
-Readers: the learner's process and the serial run, once at start. On the CPU nothing is uploaded: the rollout is read
-where the actors wrote it. On CUDA a batch is uploaded once per update by `SequenceBatch.to`.
+    CPU     nothing is uploaded: advantages go into the slots, the batch is copied out of them
+    CUDA    the slots are pinned where they lie and uploaded, one copy per field; everything else happens there, and
+            nothing is written back
+
+Readers: the learner's process and the serial run, settings once at start, `Staging` once per update. What must never
+happen: that a batch is handed out while anything of the rollout's slots is still to be read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from typing import Final
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Final, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from learner.gae import Estimator
+from learner.pinning import CudaRuntime, PinnedFields, PinningRuntime
+from learner.rollout_buffer import RecurrentRolloutBuffer
+from learner.sequences import SequenceBatch
+from learner.upload import CopyLane, estimate, is_uploaded_whole, lane_for, make_batch, upload
 from rollout_service.config import Device, TrainConfig
 from rollout_service.errors import ConfigError
+from rollout_service.memory.slots import RolloutMemory
 
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
@@ -74,3 +88,100 @@ def keep_freed_memory() -> bool:
         return False
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK)) and bool(mallopt(M_TRIM_THRESHOLD, KEPT_AT_THE_TOP))
+
+
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Gives a phase of an update its time: gae, batch, and on a device upload before them."""
+
+
+class Staging(Protocol):
+    """From a rollout in shared memory to a batch where the learner computes."""
+
+    def prepare(self, memory: RolloutMemory) -> str | None:
+        """Before the first rollout of that memory. Returns a warning, or None."""
+        ...
+
+    def batch(
+        self, rollout: RecurrentRolloutBuffer, counts: NDArray[np.int64], estimator: Estimator, phase: Phase
+    ) -> SequenceBatch:
+        """The batch of every env with K above 0, some K above 0; of the rollout's memory nothing is read afterwards.
+
+        counts: K, int [N]. Raises IncompleteRollout for rows that cannot be estimated.
+        """
+        ...
+
+    def close(self) -> None:
+        """Before the memory is closed. Closing twice is harmless."""
+        ...
+
+
+class HostStaging:
+    """The learner computes where the slots are."""
+
+    def prepare(self, memory: RolloutMemory) -> str | None:  # noqa: ARG002
+        return None
+
+    def batch(
+        self, rollout: RecurrentRolloutBuffer, counts: NDArray[np.int64], estimator: Estimator, phase: Phase
+    ) -> SequenceBatch:
+        with phase("gae"):
+            rollout.compute_advantages_partial(
+                counts,
+                rollout.last_values(),
+                estimator.gamma,
+                estimator.lam,
+                rule=estimator.rule,
+                reward_scale=estimator.reward_scale,
+                truncation_as_termination=estimator.truncation_as_termination,
+            )
+        with phase("batch"):
+            return rollout.to_training_batch()
+
+    def close(self) -> None:
+        pass
+
+
+class DeviceStaging:
+    """The learner computes on a device: rollouts are uploaded, advantages and batches made there."""
+
+    def __init__(
+        self, device: torch.device, *, lane: CopyLane | None = None, runtime: PinningRuntime | None = None
+    ) -> None:
+        """lane, runtime: those of the device by default; a CPU, for tests, copies at once and pins nothing."""
+        self._device = device
+        self._lane = lane or lane_for(device)
+        self._runtime = runtime or (CudaRuntime(device) if device.type == "cuda" else None)
+        self.pinned: list[PinnedFields] = []
+
+    def prepare(self, memory: RolloutMemory) -> str | None:
+        """Pins what is uploaded whole."""
+        if self._runtime is None:
+            return None
+        names = [field.name for field in memory.fields if is_uploaded_whole(field)]
+        self.pinned.append(PinnedFields(memory, names, self._runtime))
+        return self.pinned[-1].warning
+
+    def batch(
+        self, rollout: RecurrentRolloutBuffer, counts: NDArray[np.int64], estimator: Estimator, phase: Phase
+    ) -> SequenceBatch:
+        try:
+            with phase("upload"):
+                rows = upload(rollout.training_rows(counts), self._device, self._lane)
+            with phase("gae"):
+                advantages, returns = estimate(rows, estimator)
+            with phase("batch"):
+                return make_batch(rows, advantages, returns)
+        finally:  # also behind an error: whoever handles it may give the slots back
+            self._lane.wait()
+
+    def close(self) -> None:
+        # A context that is broken has no copies under way, and raises at every call.
+        with suppress(RuntimeError):
+            self._lane.wait()
+        while self.pinned:
+            self.pinned.pop().close()
+
+
+def staging_for(device: torch.device) -> Staging:
+    """The staging of the learner's device."""
+    return HostStaging() if device.type == "cpu" else DeviceStaging(device)

@@ -17,6 +17,7 @@ Axis letters: T num_steps, N num_envs, n envs of a minibatch, L recurrent layers
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,17 +31,19 @@ from numpy.typing import ArrayLike
 
 from learner.dump import write_batch
 from learner.epochs import Epochs, Outcome, deviations
+from learner.gae import Estimator
 from learner.off_policy import TraceRows, with_current_targets
 from learner.ppo import explained_variance, masked_mean, normalize_advantages
 from learner.reward_scale import RewardScale, live_rows
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.sequences import SequenceBatch
-from learner.staging import compute_exactly, select_device
+from learner.staging import compute_exactly, select_device, staging_for
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import POLICY_PREFIX, Checkpoint, Manifest
 from rollout_service.config import AdvantageEstimator, Schedule, TrainConfig
 from rollout_service.envs.seeding import Purpose, generator
 from rollout_service.errors import CheckpointError, RatioLawBroken, ShapeError
+from rollout_service.memory.slots import RolloutMemory
 from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import RunSpec, StateStrategy
 
@@ -92,6 +95,7 @@ class Trainer:
         self.total_updates = total_updates
         self.device = select_device(config.device)
         compute_exactly(self.device)
+        self._staging = staging_for(self.device)
         self.policy = ActorCritic(spec.spaces, spec.policy, seed=spec.seed)
         self.policy.to(self.device)
         self.updates_done = 0
@@ -102,6 +106,16 @@ class Trainer:
         self._dump_to = config.dump_batch
         self._reward_scale = RewardScale(config, spec)
         self._ratio_limit = RATIO_LIMIT_CUDA if self.device.type == "cuda" else RATIO_LIMIT_CPU
+
+    def attach(self, memory: RolloutMemory) -> None:
+        """Before the first rollout of that memory, which must stay open until `close`: a GPU pins it, if it can."""
+        warning = self._staging.prepare(memory)
+        if warning is not None:
+            print(f"learner: {warning}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Lets go of attached memory, before it is closed. Closing twice is harmless."""
+        self._staging.close()
 
     def learning_rate(self, env_steps: int) -> float:
         """The step size of the update that has so many env steps behind it; linear in their share of all.
@@ -201,21 +215,18 @@ class Trainer:
 
         Where V-trace is asked for, also what it needs. GAE runs in any case: it is what checks the rows.
         """
-        with split.phase("gae"):
-            rollout.compute_advantages_partial(
-                counts,
-                rollout.last_values(),
-                self.config.gamma,
-                self.config.gae_lambda,
-                rule=self.config.gae_rule,
-                reward_scale=scale,
-                truncation_as_termination=self.config.truncation_as_termination,
-            )
+        estimator = Estimator(
+            gamma=self.config.gamma,
+            lam=self.config.gae_lambda,
+            rule=self.config.gae_rule,
+            reward_scale=scale,
+            truncation_as_termination=self.config.truncation_as_termination,
+        )
+        batch = self._staging.batch(rollout, counts, estimator, split.phase)
+        if self.config.advantage_estimator is AdvantageEstimator.GAE:
+            return batch, None
         with split.phase("batch"):
-            batch = rollout.to_training_batch(self.device)
-            if self.config.advantage_estimator is AdvantageEstimator.GAE:
-                return batch, None
-            return batch, TraceRows.of(rollout, batch, scale, self.config)
+            return batch, TraceRows.of(rollout, batch, counts, scale, self.config)
 
     def _dump(self, batch: SequenceBatch, update: int) -> None:
         """The batch that was asked for goes to its file, once."""

@@ -19,9 +19,11 @@ QUIET_NEIGHBOUR: Final = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
 }
 """Pools sized to the machine in every actor would fight for its cores. A variable that is set already is left alone."""
+NO_GPU: Final = {"CUDA_VISIBLE_DEVICES": ""}
+"""A context in every actor would take hundreds of MB of the learner's GPU. Shells and schedulers set this variable for
+whole jobs, so what it says is no wish about actors."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_hand = begin("actor")
     for name, value in QUIET_NEIGHBOUR.items():
         os.environ.setdefault(name, value)
+    os.environ.update(NO_GPU)
     from rollout_service.control.attendance import Attendance
     from rollout_service.control.messages import Hello, Role
     from workers.session import run

@@ -25,7 +25,7 @@ from rollout_service.memory.slots import RolloutMemory, SlotWriter
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.runspec import RunSpec
 from workers.collect import LiveState, collect
-from workers.inference import Inference, policy_for
+from workers.inference import policy_for
 from workers.noise import ActionNoise
 
 CARRY: Final = "episode_start_carry"
@@ -59,21 +59,14 @@ class Actor:
             incarnation=incarnation,
             num_steps=spec.num_steps,
         )
-        self._inference = Inference(
-            self._policy,
-            spec.spaces,
-            spec.state,
-            num_envs=count,
-            rows_per_forward=spec.envs_per_forward,
-            noise_shape=self._noise.shape,
-        )
         self.live = LiveState(
             observations={
                 OBSERVATIONS + leaf.path: np.zeros((count, *leaf.shape), leaf.dtype) for leaf in self.spaces.observation
             },
-            state={name: np.zeros((count, *shape), np.float32) for name, shape in spec.state.items()},
+            state=self._policy.state,
             carry=np.ones(count, np.float32),
         )
+        self._writers: dict[int, SlotWriter] = {}
         self._version = -1
         self._must_reset = True
 
@@ -112,7 +105,7 @@ class Actor:
         collected = collect(
             slot,
             self._envs,
-            self._inference,
+            self._policy,
             self.live,
             self._noise,
             preempted=preempted,
@@ -136,6 +129,12 @@ class Actor:
     def close(self) -> None:
         """Close the envs."""
         self._envs.close()
+
+    def _writer(self, slot: int) -> SlotWriter:
+        """Made once per slot: it holds a view for every step."""
+        if slot not in self._writers:
+            self._writers[slot] = self._memory.writer(slot)
+        return self._writers[slot]
 
     def _load_weights(self, at_least: int) -> int:
         if self._version < at_least or self._weights.newest_version() != self._version:

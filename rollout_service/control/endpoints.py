@@ -2,7 +2,8 @@
 
     made for a run     ipc://<root>/<SOCKET_PREFIX><hash>/c   a directory of its own, mode 0700, short in any TMPDIR
     chosen by hand     ipc:///DIRECTORY/NAME                  the directory exists, and nobody else may write there
-    allowed by a flag  tcp://127.0.0.1:PORT                   this machine only: there is no authentication
+    allowed by a flag  tcp://127.0.0.1:PORT                   this machine only, unless there are keys
+    with keys          tcp://HOST:PORT                        whoever has a key that the service admits (keys)
 
 Who uses it: `transport` checks what it binds, launch makes and removes endpoints, peers look whether they may connect.
 What must never happen: a socket that another user can open (their mode is 0600), a peer that connects to another user's
@@ -20,6 +21,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +39,27 @@ _UNBOUND_STALE_AFTER_S: Final = 60.0
 """A directory without a socket belongs to a run about to bind, unless it is older than this."""
 _SILENT_STALE_AFTER_S: Final = 1.0
 """Between bind and listen a live socket refuses connections for a moment (microseconds); never take that for death."""
+
+
+@dataclass(frozen=True)
+class SocketAccess:
+    """Who may connect on this machine: the user alone, or a group besides."""
+
+    group: int | None = None
+    """gid."""
+
+    @property
+    def directory_mode(self) -> int:
+        return 0o700 if self.group is None else 0o750
+
+    @property
+    def socket_mode(self) -> int:
+        return 0o600 if self.group is None else 0o660
+
+    def give_to_group(self, path: Path) -> None:
+        """Raises PermissionError if this user is not in the group."""
+        if self.group is not None:
+            os.chown(path, -1, self.group)
 
 
 def socket_root() -> Path:
@@ -221,8 +244,11 @@ def _listens(path: Path) -> bool:
     return True
 
 
-def check_endpoint(endpoint: str, *, allow_tcp: bool) -> None:
-    """Raises ConfigError unless only this machine (and, for ipc, only this user) can reach a service bound there."""
+def check_endpoint(endpoint: str, *, allow_tcp: bool, authenticated: bool = False) -> None:
+    """Raises ConfigError unless only this machine can reach a service bound there, or only holders of a key.
+
+    authenticated: the service has keys, and admits nobody else on tcp.
+    """
     scheme, _, address = endpoint.partition("://")
     match scheme:
         case "ipc":
@@ -231,13 +257,16 @@ def check_endpoint(endpoint: str, *, allow_tcp: bool) -> None:
                     f"the endpoint {endpoint} is {len(os.fsencode(endpoint))} bytes long, the limit is "
                     f"{MAX_ENDPOINT_BYTES}; set {SOCKET_DIR_VARIABLE} to a shorter directory"
                 )
+            if authenticated:
+                raise ConfigError(f"{endpoint} needs no keys: file modes say who may connect; keys are for tcp://")
         case "tcp" if not allow_tcp:
             raise ConfigError(f"{endpoint} listens on tcp, open to every local user; use ipc://, or allow tcp")
         case "tcp":
             host = address.rpartition(":")[0].strip("[]")
-            if host != "localhost" and not _is_loopback(host):
+            if not authenticated and host != "localhost" and not _is_loopback(host):
                 raise ConfigError(
-                    f"{endpoint} would listen beyond this machine without authentication; bind 127.0.0.1 instead"
+                    f"{endpoint} would listen beyond this machine without authentication; bind 127.0.0.1 instead, or "
+                    "give the service a key file (rollout-service keygen)"
                 )
         case _:
             raise ConfigError(

@@ -1,9 +1,9 @@
 """A peer's socket on one machine: a Unix stream socket, read and written by the thread that waits for it.
 
-Who uses it: `transport`, for ipc:// endpoints. What is on the wire: frames. Connects now or once there is a service, and
-again whenever the connection is lost; its identity stays the same.
-What must never happen: a call that blocks, but for `wait` until its time; a wait that `wake` does not end; messages kept
-without bound while there is no service.
+Who uses it: `transport`, for ipc:// endpoints. What is on the wire: frames. Connects now or once there is a service,
+and again whenever the connection is lost; its identity stays the same.
+What must never happen: a call that blocks, but for `wait` until its time; a wait that `wake` does not end; messages
+kept without bound while there is no service.
 """
 
 from __future__ import annotations
@@ -92,6 +92,10 @@ class LocalDealer:
             if len(found) == 1:
                 return Woken.BY_CALL
         return Woken.BY_MESSAGE if found else Woken.BY_TIME
+
+    def refusal(self) -> str:
+        """Who may connect is up to the file's mode, which `check_reachable` explains."""
+        return ""
 
     def close(self, flush_s: float) -> None:
         deadline = time.monotonic() + flush_s

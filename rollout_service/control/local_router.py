@@ -75,13 +75,18 @@ class LocalRouter:
         self._wake.set()
 
     def receive(self, timeout_s: float, most: int) -> list[tuple[bytes, bytes]]:
-        """(peer, message) pairs, at most so many, as soon as there is one; [] after timeout_s or a wake-up.
-
-        Also when time was spent on connections that brought no message: the caller comes back anyway.
-        """
-        ready = self._poll.poll(0.0 if self._unfinished else timeout_s)
+        """(peer, message) pairs, at most so many, as soon as there is one; [] after timeout_s or a wake-up."""
+        deadline = time.monotonic() + timeout_s
         messages: list[tuple[bytes, bytes]] = []
-        for descriptor, events in ready:
+        while True:
+            woken = self._turn(0.0 if self._unfinished else timeout_s, messages, most)
+            if messages or woken or (timeout_s := deadline - time.monotonic()) <= 0:
+                return messages
+
+    def _turn(self, timeout_s: float, messages: list[tuple[bytes, bytes]], most: int) -> bool:
+        """Whatever is ready, once. True after a wake-up."""
+        woken = False
+        for descriptor, events in self._poll.poll(timeout_s):
             connection = self._connections.get(descriptor)
             if connection is not None:
                 if events & WRITABLE:
@@ -90,11 +95,12 @@ class LocalRouter:
                     self._read(connection, messages, most)
             elif descriptor == self._wake.descriptor:
                 self._wake.clear()
-            else:
+                woken = True
+            elif descriptor == self._listener.fileno():
                 self._accept()
         for connection in [*self._unfinished.values()] if self._unfinished else ():
             self._take(connection, messages, most)
-        return messages
+        return woken
 
     def send(self, peer: bytes, data: bytes, *, refusal: bool = False) -> None:
         connection = self._by_peer.get(peer)
@@ -252,11 +258,9 @@ def _listen(path: Path, endpoint: str, access: SocketAccess) -> socket.socket:
     try:
         if not _is_taken(path):
             path.unlink(missing_ok=True)
-        before = os.umask(0o777 & ~access.socket_mode)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(before)
+        listener.bind(str(path))
+        # Before `listen` nobody can connect, whatever the mode is; a umask would be one for all threads.
+        path.chmod(access.socket_mode)
         access.give_to_group(path)
         listener.setblocking(False)
         listener.listen(BACKLOG)

@@ -19,9 +19,12 @@ import os
 import threading
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from typing import Final
 
 import zmq
+import zmq.utils.monitor
+import zmq.utils.z85
 
 from rollout_service.control.keys import Keys
 from rollout_service.control.messages import MAX_MESSAGE_BYTES
@@ -34,6 +37,9 @@ RECONNECT_MS: Final = 50
 RECONNECT_MAX_MS: Final = 1000
 BACKLOG: Final = 512
 """Pending connections: two per actor may arrive at once."""
+HANDSHAKE_MS: Final = 10_000
+"""A connection that has not said by then who it is, is closed."""
+ZAP_DOMAIN: Final = b"rollout-service"
 
 
 # --- one context per process -----------------------------------------------------------------------------------------
@@ -73,3 +79,189 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_contexts.forget_after_fork)
 
 
+class TcpRouter:
+    """Listens on a tcp endpoint. Raises ConfigError if that is taken. One thread, but for `wake`."""
+
+    def __init__(self, endpoint: str, keys: Keys | None) -> None:
+        self.counters: Counter[str] = Counter()
+        """Connections with `refused_keys`, and `failed_handshakes`: other or no encryption, or no ZeroMQ at all."""
+        self._keys = keys
+        self._context = zmq.Context() if keys is not None else _contexts.acquire()
+        self._gate = None if keys is None else _Gate(self._context, keys, self.counters)
+        self._socket = _socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its identity and its place
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._failures = _failed_handshakes(self._socket)
+        self._wake = WakeUp()
+        if keys is not None:
+            keys.require("service")
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+            self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close(0.0)
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; is another service using it?") from None
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake.descriptor, zmq.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def receive(self, timeout_s: float, most: int) -> list[tuple[bytes, bytes]]:
+        """A message of the wrong number of frames arrives as empty bytes, which decode to nothing."""
+        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
+        if self._wake.descriptor in ready:
+            self._wake.clear()
+        if self._gate is not None and self._gate.socket in ready:
+            self._gate.judge()
+        for event in _drained(self._failures):
+            if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # the gate has counted those
+                self.counters["failed_handshakes"] += 1
+        messages: list[tuple[bytes, bytes]] = []
+        while self._socket in ready and len(messages) < most:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            messages.append((frames[0], frames[1] if len(frames) == 2 else b""))
+        return messages
+
+    def send(self, peer: bytes, data: bytes, *, refusal: bool) -> None:  # noqa: ARG002 (ZeroMQ keeps the connections)
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart((peer, data), zmq.NOBLOCK)
+
+    def close(self, flush_s: float) -> None:
+        self._socket.disable_monitor()
+        self._failures.close(linger=0)
+        self._socket.close(linger=int(flush_s * 1000))
+        if self._gate is not None:
+            self._gate.socket.close(linger=0)
+            self._context.term()
+        else:
+            _contexts.release()
+        self._wake.close()
+
+
+class TcpDealer:
+    """Connects to a tcp endpoint, now or once there is a service, and again whenever the connection is lost."""
+
+    def __init__(self, endpoint: str, keys: Keys | None) -> None:
+        if keys is not None:
+            keys.require("client")
+        self._socket = _socket(_contexts.acquire(), zmq.DEALER)
+        self._failures = _failed_handshakes(self._socket)
+        self._wake = WakeUp()
+        self._refusal = ""
+        self._has_keys = keys is not None
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes.replace(b"\0", b"\1"))
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        if keys is not None:
+            self._socket.curve_serverkey = keys.service
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close(0.0)
+            raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}; use tcp://HOST:PORT") from None
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake.descriptor, zmq.POLLIN)
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def send(self, data: bytes) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(data, zmq.NOBLOCK)
+
+    def take(self) -> bytes | None:
+        """The next message that is here."""
+        try:
+            return self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def wait(self, timeout_s: float) -> Woken:
+        """Sleeps until the socket is readable, `wake` was called, or timeout_s have passed."""
+        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
+        if self._wake.descriptor in ready:
+            self._wake.clear()
+        if self._socket in ready:
+            return Woken.BY_MESSAGE
+        return Woken.BY_CALL if ready else Woken.BY_TIME
+
+    def refusal(self) -> str:
+        """Why the service does not let this peer speak; "" as long as nothing is known."""
+        for event in _drained(self._failures):
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._refusal = "it does not know this client's key; give it this client's public key (its clients)"
+            elif self._has_keys:
+                self._refusal = "the encrypted handshake failed: is the service's key in this key file still its own?"
+            else:
+                self._refusal = "it speaks only to clients with a key; use --key-file"
+        return self._refusal
+
+    def close(self, flush_s: float) -> None:
+        self._socket.disable_monitor()
+        self._failures.close(linger=0)
+        self._socket.close(linger=int(flush_s * 1000))
+        _contexts.release()
+        self._wake.close()
+
+
+class _Gate:
+    """Says which client keys may connect: ZeroMQ asks here, by messages (ZAP, rfc.zeromq.org/spec/27)."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys, counters: Counter[str]) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._admitted = frozenset(zmq.utils.z85.decode(key) for key in keys.clients)
+        self._counters = counters
+
+    def judge(self) -> None:
+        """Answers all questions that are there."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            asker, empty, version, request, _domain, _address, _identity, mechanism, *credentials = frames
+            admitted = mechanism == b"CURVE" and len(credentials) == 1 and credentials[0] in self._admitted
+            self._counters["refused_keys"] += not admitted
+            verdict = (b"200", b"OK") if admitted else (b"400", b"unknown key")
+            self.socket.send_multipart([asker, empty, version, request, *verdict, b"", b""])
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    return socket
+
+
+def _failed_handshakes(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Where ZeroMQ tells of connections that failed; what nobody reads there is dropped beyond a thousand."""
+    return socket.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    )
+
+
+def _drained(monitor: zmq.Socket[bytes]) -> Iterator[int]:
+    """The events that are there."""
+    while True:
+        try:
+            yield zmq.utils.monitor.recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+        except zmq.Again:
+            return

@@ -128,6 +128,8 @@ class SerialRun:
                     num_steps=spec.num_steps,
                 )
             )
+            stack.callback(trainer.close)
+            trainer.attach(self.memory)
             self.weights = stack.enter_context(WeightsMemory.create(spec.parameters))
             self.rollouts = [RecurrentRolloutBuffer.over(self.memory, spec.bank(bank)) for bank in range(NUM_BANKS)]
             self.actors: list[Actor] = []

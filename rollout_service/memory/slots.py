@@ -325,8 +325,10 @@ class RolloutMemory:
             raise OutOfRange(
                 f"slots {slots} are not adjacent slots out of 0..{self.num_slots - 1}; use range(a, b), a < b"
             )
+        envs = len(slots) * self.envs_per_slot  # not -1: of an array without bytes it says nothing
         return {
-            name: array[slots.start : slots.stop].reshape(-1, *array.shape[2:]) for name, array in self._arrays.items()
+            name: array[slots.start : slots.stop].reshape(envs, *array.shape[2:])
+            for name, array in self._arrays.items()
         }
 
     def writer(self, slot: int, *, checksummed: bool = False) -> SlotWriter:

@@ -112,23 +112,21 @@ class ActingPolicy:
 
     def __init__(self, spaces: Spaces, spec: PolicySpec, num_envs: int, rows: int) -> None:
         self.num_choices: Final = spaces.action.size or 0
+        self._start = spaces.action.start
         self._normalizes = spec.normalize_observations
         leaves = zip(observation_fields(spaces), spaces.observation, strict=True)
         self._leaves = [_LeafReader(field, leaf) for field, leaf in leaves]
-        self._start = spaces.action.start
         self._weights = _Weights(sum(reader.size for reader in self._leaves), spec, self.num_choices)
-        layers, hidden_dim = self._weights.layers, spec.hidden_dim
-        widest = hidden_dim if layers > 1 else 0
-        joint = aligned_rows((num_envs, max(1, layers)), hidden_dim + 1 + max(widest, spec.encoder_dim))
-        joint[..., hidden_dim] = 1.0
-        cells = aligned_rows((num_envs, max(1, layers)), hidden_dim)
-        self.state: Final[dict[str, Floats]] = {HIDDEN: joint[..., :hidden_dim], CELL: cells} if layers else {}
-        """Name -> [E, L, H]: entering the next step. The owner may write into it, zeros where an episode starts."""
-        self._acted = Acted.of(num_envs, spaces)
-        scratch = _Scratch(rows, self._weights)
+        joint, cells = self._weights.state_arrays(num_envs)
+        recurrent = bool(self._weights.cells)
+        self.state: Final[dict[str, Floats]] = {HIDDEN: joint[..., : spec.hidden_dim], CELL: cells} if recurrent else {}
+        """Name -> [E, L, H]: entering the next step. The owner may write into it: zeros where an episode starts."""
+        self._scratch = _Scratch(rows, self._weights)
         self._chunks = [
-            _Chunk(chunk, joint[chunk], cells[chunk], self._weights, scratch) for chunk in chunks_of(num_envs, rows)
+            (chunk, _Forward(self._weights, self._scratch, joint[chunk], cells[chunk]))
+            for chunk in chunks_of(num_envs, rows)
         ]
+        self._acted = Acted.of(num_envs, spaces)
 
     def draw_noise(self, generator: np.random.Generator, num_steps: int) -> Floats:
         """Noise of one env for `num_steps` steps, float32 [num_steps, C]; row t goes into `step`."""
@@ -147,9 +145,9 @@ class ActingPolicy:
                 reader.moments(named(f"normalizers.{index}.mean"), named(f"normalizers.{index}.variance"))
         weights = self._weights
         weights.load_encoder(named("encoder.linear.weight"), named("encoder.linear.bias"))
-        if not weights.layers:
+        if not weights.cells:
             weights.load_hidden(named("core.linear.weight"), named("core.linear.bias"))
-        for layer in range(weights.layers):
+        for layer in range(len(weights.cells)):
             parts = (named(f"core.{part}_l{layer}") for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
             weights.load_cell(layer, *parts)
         weights.load_heads(
@@ -158,54 +156,103 @@ class ActingPolicy:
         )
 
     def step(self, observations: Mapping[str, Array], noise: Array | None) -> Acted:
-        """Choose one action per env; `state` becomes the state that exits the step.
+        """Choose one action per env; `state` becomes the state that EXITS the step.
 
         observations: field name -> [E, *shape] in the space's dtype; noise: [E, C] from `draw_noise`, None for the most
         probable action. Arguments are not changed and not kept.
         """
         acted = self._acted
-        for chunk in self._chunks:
-            rows = chunk.rows
-            self._read(chunk, observations)
-            heads = chunk.advance()
+        for rows, forward in self._chunks:
+            self._read(rows, observations)
+            heads = forward.advance()
             acted.values[rows] = heads[0]
-            choice = _choose(heads[1:], None if noise is None else noise[rows].T, chunk.scratch, acted.log_probs[rows])
+            choice = self._choose(heads[1:], None if noise is None else noise[rows].T, acted.log_probs[rows])
             np.add(choice, self._start, out=acted.actions[rows], casting="unsafe")
         return acted
 
     def values(self, observations: Mapping[str, Array], envs: Sequence[int], out: Array) -> None:
         """V of `observations` with `state`, which stays as it is, for the named envs, into out [E].
 
-        Other rows of `out` stay as they are. Whole chunks are run, those that contain a named env.
+        Whole chunks are run, those that contain a named env; other rows of `out` stay as they are.
         """
-        for chunk in self._chunks:
-            named = [e for e in envs if chunk.rows.start <= e < chunk.rows.stop]
-            if named:
-                self._read(chunk, observations)
-                out[named] = chunk.peek()[0, [e - chunk.rows.start for e in named]]
+        for rows, forward in self._chunks:
+            if named := [e for e in envs if rows.start <= e < rows.stop]:
+                self._read(rows, observations)
+                out[named] = forward.look_ahead()[0, [e - rows.start for e in named]]
 
-    def _read(self, chunk: _Chunk, observations: Mapping[str, Array]) -> None:
+    def _read(self, rows: slice, observations: Mapping[str, Array]) -> None:
         """Observations of a chunk, as the encoder wants them."""
-        column = 0
+        column, into = 0, self._scratch.observed
         for reader in self._leaves:
-            into = chunk.scratch.observed[:, column : (column := column + reader.size)]
-            reader.read(observations[reader.field][chunk.rows], into)
+            reader.read(observations[reader.field][rows], into[:, column : (column := column + reader.size)])
+
+    def _choose(self, logits: Floats, noise: Floats | None, log_probs: Floats) -> Array:
+        """argmax(log p + noise) per column [R], and its log p into log_probs [R]; logits, noise: [C, R].
+
+        log p differs from the logits by the same number in all rows of a column, which the argmax does not see.
+        """
+        scratch = self._scratch
+        np.maximum.reduce(logits, axis=0, out=scratch.of_column)
+        np.subtract(logits, scratch.of_column, out=logits)
+        np.exp(logits, out=scratch.choices)
+        log_sum = np.add.reduce(scratch.choices, axis=0, out=scratch.of_column)
+        np.log(log_sum, out=log_sum)
+        choice: Array = (logits if noise is None else np.add(logits, noise, out=scratch.choices)).argmax(axis=0)
+        np.subtract(logits[choice, scratch.columns], log_sum, out=log_probs)
+        return choice
+
+
+class _LeafReader:
+    """One observation leaf as the encoder wants it; the rule of policy/spaces.py, in numpy."""
+
+    def __init__(self, field: str, leaf: Leaf) -> None:
+        self.field = field
+        self.normalizes = leaf.kind is SpaceKind.BOX
+        self._choices: Array | None = None
+        self._offset: Floats | None = None
+        self._scale: Floats | None = None
+        if leaf.kind is SpaceKind.DISCRETE:
+            self.size = leaf.size or 0
+            self._choices = np.arange(leaf.start, leaf.start + self.size, dtype=leaf.dtype)
+        else:
+            self.size = int(np.prod(leaf.shape, dtype=np.int64))
+
+    def moments(self, mean: Array, variance: Array) -> None:
+        self._offset = mean.reshape(-1).astype(np.float32)
+        self._scale = (1.0 / np.sqrt(variance.reshape(-1) + VARIANCE_EPSILON)).astype(np.float32)
+
+    def read(self, rows: Array, out: Floats) -> None:
+        if self._choices is not None:
+            np.equal(rows[:, None], self._choices, out=out, casting="unsafe")
+            return
+        out[...] = rows.reshape(len(rows), self.size)
+        if self._offset is not None and self._scale is not None:
+            np.subtract(out, self._offset, out=out)
+            np.multiply(out, self._scale, out=out)
+            np.clip(out, -CLIP, CLIP, out=out)
 
 
 class _Weights:
-    """Matrices as the products want them: [inputs, outputs], the bias one more row, for a column of ones."""
+    """Matrices as the products want them, [inputs, outputs]; the bias is one more row, for a one among the inputs."""
 
     def __init__(self, inputs: int, spec: PolicySpec, num_choices: int) -> None:
-        self.layers = spec.num_layers if spec.core is Core.LSTM else 0
-        self.hidden_dim, self.encoder_dim = spec.hidden_dim, spec.encoder_dim
-        width = spec.hidden_dim
+        width = self.width = spec.hidden_dim
+        layers = spec.num_layers if spec.core is Core.LSTM else 0
         self.encoder: Floats = aligned((inputs + 1, spec.encoder_dim))
         self.hidden: Floats = aligned((1 + spec.encoder_dim, width))
         self.cells: list[Floats] = [
-            aligned((width + 1 + (width if layer else spec.encoder_dim), 4 * width)) for layer in range(self.layers)
+            aligned((width + 1 + (width if layer else spec.encoder_dim), 4 * width)) for layer in range(layers)
         ]
         self.heads: Floats = aligned((1 + num_choices, width + 1))
-        """As torch has it, [outputs, inputs]: heads come out as columns."""
+        """[outputs, inputs], for the heads come out as columns: a softmax along rows takes longer."""
+
+    def state_arrays(self, num_envs: int) -> tuple[Floats, Floats]:
+        """joint [E, L, W] and cells [E, L, H], zeros with ones in place; every row is aligned alike."""
+        layers = max(1, len(self.cells))
+        longest = max([self.width + len(self.hidden), *(len(matrix) for matrix in self.cells)])
+        joint = aligned_rows((num_envs, layers), longest)
+        joint[..., self.width] = 1.0
+        return joint, aligned_rows((num_envs, layers), self.width)
 
     def load_encoder(self, weight: Array, bias: Array) -> None:
         self.encoder[:-1], self.encoder[-1] = weight.T, bias
@@ -213,57 +260,112 @@ class _Weights:
     def load_hidden(self, weight: Array, bias: Array) -> None:
         self.hidden[0], self.hidden[1:] = bias, weight.T
 
+    def load_cell(self, layer: int, weight_ih: Array, weight_hh: Array, bias_ih: Array, bias_hh: Array) -> None:
+        """Parameters as torch has them: gates i, f, g, o."""
+        i, f, g, o = np.split(np.concatenate([weight_hh, (bias_ih + bias_hh)[:, None], weight_ih], axis=1), 4)
+        self.cells[layer][...] = np.concatenate([i * HALF, f * HALF, o * HALF, g]).T
+
     def load_heads(self, weight: Array, bias: Array) -> None:
         self.heads[:, :-1], self.heads[:, -1] = weight, bias
 
-    def load_cell(self, layer: int, weight_ih: Array, weight_hh: Array, bias_ih: Array, bias_hh: Array) -> None:
-        """Parameters as torch has them: gates i, f, g, o."""
-        rows = np.concatenate([weight_hh, (bias_ih + bias_hh)[:, None], weight_ih], axis=1)
-        i, f, g, o = np.split(rows, 4)
-        self.cells[layer][...] = np.concatenate([i * HALF, f * HALF, o * HALF, g]).T
-
 
 class _Scratch:
-    """What one forward of R rows needs, whichever chunk they are."""
+    """What the forward of a chunk of R rows needs besides its state; all chunks share it."""
 
     def __init__(self, rows: int, weights: _Weights) -> None:
-        width = weights.hidden_dim
-        inputs = len(weights.encoder)
-        self.encoder_input: Floats = aligned_rows((rows,), inputs)
+        width, choices = weights.width, len(weights.heads) - 1
+        self.encoder_input = aligned_rows((rows,), len(weights.encoder))
         self.encoder_input[:, -1] = 1.0
         self.observed: Floats = self.encoder_input[:, :-1]
-        self.encoded: Floats = aligned((rows, weights.encoder_dim))
+        """[R, inputs]: to be filled before a forward."""
+        self.encoded: Floats = aligned((rows, weights.encoder.shape[1]))
         self.gates: Floats = aligned((rows, 4 * width))
-        self.sigmoids: Floats = self.gates[:, : 3 * width]
-        self.i, self.f, self.o, self.g = (self.gates[:, k * width : (k + 1) * width] for k in range(4))
         self.fresh: Floats = aligned((rows, width))
-        self.heads: Floats = aligned((len(weights.heads), rows))
-        choices = len(weights.heads) - 1
-        self.shifted: Floats = aligned((choices, rows))
-        self.weighed: Floats = aligned((choices, rows))
-        self.most: Floats = aligned((rows,))
-        self.numbers = np.arange(rows)
+        self.joint, self.cells = weights.state_arrays(rows)
+        """Where the exiting state goes that nobody wants; of the same strides as the state, for equal bits."""
+        self.heads: Floats = aligned((1 + choices, rows))
+        self.choices: Floats = aligned((choices, rows))
+        self.of_column: Floats = aligned((rows,))
+        self.columns = np.arange(rows)
 
 
-class _Chunk:
-    """The forward of R envs, over their rows of `joint` and `cells`."""
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One LSTM layer over R rows (Hochreiter and Schmidhuber 1997; Gers et al. 2000), as views of what it works on."""
 
-    def __init__(self, rows: slice, joint: Floats, cells: Floats, weights: _Weights, scratch: _Scratch) -> None:
-        self.rows = rows
-        self.scratch = scratch
-        width = weights.hidden_dim
-        self._weights = weights
-        self._inputs = [joint[:, layer, : len(matrix)] for layer, matrix in enumerate(weights.cells)]
-        """Per layer hidden | 1 | input."""
-        self._fed = [rows_of_layer[:, width + 1 :] for rows_of_layer in self._inputs]
-        self._hidden = [joint[:, layer, :width] for layer in range(joint.shape[1])]
-        self._cells = [cells[:, layer] for layer in range(joint.shape[1])]
-        self._last = joint[:, -1, : width + 1]
-        # Elsewhere, but of the same strides: what `peek` computes is then what `advance` would.
-        apart = np.zeros_like(joint.base if joint.base is not None else joint)
-        self._joint_apart = aligned_rows(joint.shape[:2], joint.shape[2])
-        del apart
-        self._joint_apart[..., width] = 1.0
+    joint: Floats
+    """[R, H + 1 + K]: hidden | 1 | input."""
+    weight: Floats
+    cell: Floats
+    """[R, H] entering."""
+    hidden_out: Floats
+    """[R, H] exiting; may be the hidden part of `joint`."""
+    cell_out: Floats
+    """[R, H] exiting; may be `cell`."""
+    following: Floats | None
+    """Input of the next layer, [R, H]."""
+
+    def run(self, scratch: _Scratch) -> None:
+        width = self.cell.shape[1]
+        gates, fresh, cell = scratch.gates, scratch.fresh, self.cell_out
+        np.matmul(self.joint, self.weight, out=gates)
+        np.tanh(gates, out=gates)
+        twice = gates[:, : 3 * width]
+        np.add(twice, ONE, out=twice)
+        np.multiply(gates[:, :width], gates[:, 3 * width :], out=fresh)
+        np.multiply(gates[:, width : 2 * width], self.cell, out=cell)
+        np.add(cell, fresh, out=cell)
+        np.multiply(cell, HALF, out=cell)
+        np.tanh(cell, out=fresh)
+        np.multiply(gates[:, 2 * width : 3 * width], fresh, out=fresh)
+        np.multiply(fresh, HALF, out=self.hidden_out)
+        if self.following is not None:
+            self.following[...] = self.hidden_out
+
+
+class _Forward:
+    """From the scratch's `observed` to the heads, for one chunk and its part of the state."""
+
+    def __init__(self, weights: _Weights, scratch: _Scratch, joint: Floats, cells: Floats) -> None:
+        self._weights, self._scratch = weights, scratch
+        width = weights.width
+        self._first: Floats = joint[:, 0, width + 1 : width + weights.encoder.shape[1] + 1]
+        """Input of the first layer."""
+        self._one_and_first: Floats = joint[:, 0, width : width + len(weights.hidden)]
+        self._moving = self._layers(joint, cells, joint, cells)
+        self._looking = self._layers(joint, cells, scratch.joint, scratch.cells)
+        self._moved: Floats = joint[:, -1, : width + 1].T
+        """hidden | 1 of the last layer, as the heads read it."""
+        self._looked: Floats = scratch.joint[:, -1, : width + 1].T
 
     def advance(self) -> Floats:
-        raise NotImplementedError
+        """Heads [1 + C, R], value first. The state becomes the exiting one."""
+        return self._run(self._moving, self._moved)
+
+    def look_ahead(self) -> Floats:
+        """The same heads; the state stays as it is."""
+        return self._run(self._looking, self._looked)
+
+    def _run(self, layers: list[_Cell], hidden_and_one: Floats) -> Floats:
+        weights, scratch = self._weights, self._scratch
+        np.matmul(scratch.encoder_input, weights.encoder, out=scratch.encoded)
+        np.tanh(scratch.encoded, out=self._first)
+        for layer in layers:
+            layer.run(scratch)
+        if not layers:
+            np.tanh(np.matmul(self._one_and_first, weights.hidden, out=scratch.fresh), out=hidden_and_one[:-1].T)
+        return np.matmul(weights.heads, hidden_and_one, out=scratch.heads)
+
+    def _layers(self, joint: Floats, cells: Floats, joint_out: Floats, cells_out: Floats) -> list[_Cell]:
+        width, matrices = self._weights.width, self._weights.cells
+        return [
+            _Cell(
+                joint=joint[:, layer, : len(matrix)],
+                weight=matrix,
+                cell=cells[:, layer],
+                hidden_out=joint_out[:, layer, :width],
+                cell_out=cells_out[:, layer],
+                following=joint[:, layer + 1, width + 1 : 2 * width + 1] if layer + 1 < len(matrices) else None,
+            )
+            for layer, matrix in enumerate(matrices)
+        ]

@@ -50,7 +50,7 @@ def test_at_equal_weights_it_is_gae_with_lambda_1(seed: int, partial: bool, sett
         fill(rollout, columns)
         rollout.compute_advantages_partial(steps, last_values, config.gamma, 1.0, reward_scale=config.reward_scale)
         batch = rollout.to_training_batch()
-        rows = TraceRows.of(rollout, batch, config.reward_scale, config)
+        rows = TraceRows.of(rollout, batch, rollout.valid_steps, config.reward_scale, config)
 
     def same(part: Any) -> SequenceEvaluation:
         return SequenceEvaluation(part.old_log_probs, part.old_values, torch.zeros_like(part.old_values))
@@ -117,7 +117,7 @@ def test_the_forward_is_made_in_chunks_of_a_minibatch() -> None:
         fill(rollout, columns)
         rollout.compute_advantages_partial(steps, np.zeros(N), 0.99, 1.0)
         batch = rollout.to_training_batch()
-        rows = TraceRows.of(rollout, batch, 1.0, config)
+        rows = TraceRows.of(rollout, batch, rollout.valid_steps, 1.0, config)
 
     def spied(part: Any) -> SequenceEvaluation:
         assert not torch.is_grad_enabled()
@@ -154,7 +154,7 @@ def test_truncation_as_termination_holds_for_it_too() -> None:
         fill(rollout, columns)
         rollout.compute_advantages_partial(steps, np.zeros(N), 0.99, 1.0, truncation_as_termination=True)
         batch = rollout.to_training_batch()
-        rows = TraceRows.of(rollout, batch, 1.0, config)
+        rows = TraceRows.of(rollout, batch, rollout.valid_steps, 1.0, config)
     assert not rows.truncated.any()
     assert (rows.terminated == (columns["terminated"] | columns["truncated"]).T).all()
 
