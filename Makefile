@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 PRESET ?= tmaze
 ENV ?= CartPole-v1
 
-.PHONY: help setup train test check bench peers advise figures learning clean
+.PHONY: help setup train test check bench peers advise figures learning chaos soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,8 @@ help:
 	@echo "make peers     the same training by us and by every installed peer (bench/peers/install.sh); results and chart"
 	@echo "make advise    actors, envs, threads and lag for an env: make advise ENV=CartPole-v1"
 	@echo "make learning  the learning suite, every memory task and arm; results in bench/results/"
+	@echo "make chaos     faults of every kind in runs that have to come out right, 20 minutes; results in bench/results/"
+	@echo "make soak      what a run takes over 20 minutes: memory, descriptors, segments; results in bench/results/"
 	@echo "make clean     remove what dead runs left in /dev/shm and /tmp"
 
 setup: $(INSTALLED)
@@ -57,6 +59,12 @@ advise: setup
 
 learning: setup
 	$(BIN)/python -m bench.learning
+
+chaos: setup
+	$(BIN)/python -m bench.chaos --seconds 600 --min-kills 200
+
+soak: setup
+	$(BIN)/python -m bench.soak --seconds 1200
 
 clean: setup
 	$(BIN)/rollout-service clean

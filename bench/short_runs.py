@@ -10,12 +10,13 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from bench.watched import WatchedRun, elapse, until
+from bench.watched import PATIENCE_S, WatchedRun, elapse, short_directory, until
 from rollout_service import checkpoint
 from tests.fixtures.machine import run_command
 
@@ -34,23 +35,24 @@ STOPS: Final = {
 }
 """Name -> signal, and the exit codes it may lead to; a run that has ended by then may have 0 as well."""
 END_S: Final = 30.0
+SWEPT_S: Final = 120.0
 
 
 def words(seed: int) -> tuple[str, ...]:
     return (*WORDS, "--total-steps", str(UPDATES * 2 * 2 * 16), "--seed", str(seed))
 
 
-def run_to_the_end(directory: Path, count: int) -> dict[str, Any]:
-    """So many runs in a row, each in a directory of its own below this one."""
+def run_to_the_end(directory: Path, count: int, bar_s: float = BAR_S) -> dict[str, Any]:
+    """So many runs in a row, each in a directory of its own below this one, none longer than `bar_s`."""
     took, problems = [], []
     for number in range(count):
         place = _fresh(directory)
         begin = time.monotonic()
         with WatchedRun(*words(number), directory=place) as run:
-            code = run.service.wait(4 * BAR_S)
+            code = run.service.wait(PATIENCE_S)
             took.append(time.monotonic() - begin)
             problems += [f"run {number}: {what} is left" for what in run.leftovers()]
-            if code != 0 or took[-1] >= BAR_S:
+            if code != 0 or took[-1] >= bar_s:
                 problems.append(
                     f"run {number}: exit code {code} after {took[-1]:.1f} s\n{run.service.stderr()[-2000:]}"
                 )
@@ -62,17 +64,28 @@ def run_and_stop(directory: Path, count: int, seed: int, longest_s: float) -> di
     rng = random.Random(seed)
     codes: Counter[str] = Counter()
     problems: list[str] = []
-    ends = []
+    ends: list[float] = []
+    killed: list[WatchedRun] = []
+    sockets = short_directory()
     for number in range(count):
         name = list(STOPS)[number % len(STOPS)]
         moment = rng.uniform(0.0, longest_s)
-        with WatchedRun(*words(number), directory=_fresh(directory)) as run:
+        with WatchedRun(
+            *words(number), directory=_fresh(directory), sockets=sockets if name == "SIGKILL" else None
+        ) as run:
             found = _stop(run, name, moment, rng)
+        killed += [run] * (name == "SIGKILL")
         codes[f"{name}: {found['code']}"] += 1
         ends.append(found["end_s"])
         problems += [f"run {number}, {name} after {moment:.2f} s: {problem}" for problem in found["problems"]]
+    swept_s = _sweep(directory, killed, sockets)
+    if swept_s is None:
+        problems += [f"{what} is left for good" for run in killed for what in run.leftovers(0.0)]
+    else:
+        sockets.rmdir()
     return {
         "runs": count,
+        "swept_s": swept_s,
         "exit_codes": dict(sorted(codes.items())),
         "longest_end_s": round(max(ends, default=0.0), 2),
         "problems": problems,
@@ -99,16 +112,34 @@ def _stop(run: WatchedRun, name: str, moment: float, rng: random.Random) -> dict
     left = run.leftovers()
     if signum == signal.SIGKILL:
         # Nobody could take its memory down; the next start does, or `clean`.
-        problems += [what for what in left if what.startswith("process")]
-        run_command("clean", cwd=run.directory, ROLLOUT_SERVICE_SOCKET_DIR=str(run.sockets))
-        left = run.leftovers()
+        left = [what for what in left if what.startswith("process")]
     problems += [f"{what} is left" for what in left]
-    checkpoints = checkpoint.newest(run.run_dir) if run.run_dir.is_dir() else None
-    if checkpoints is not None and checkpoints.damaged:
-        problems.append(f"damaged: {checkpoints.damaged}")
-    if name in ("SIGINT", "SIGTERM") and checkpoints is not None and checkpoints.checkpoint is None and run.records():
-        problems.append("updates, and no checkpoint")
+    problems += _checkpoint_problems(run, whole=name in ("SIGINT", "SIGTERM"))
     return {"code": code, "end_s": end_s, "problems": problems}
+
+
+def _checkpoint_problems(run: WatchedRun, *, whole: bool) -> list[str]:
+    """whole: the learner had time to save, so the newest checkpoint is of the last update that was logged."""
+    if not run.run_dir.is_dir():
+        return []
+    found, logged = checkpoint.newest(run.run_dir), len(run.records())
+    saved = found.checkpoint.manifest.update if found.checkpoint is not None else 0
+    problems = [f"damaged: {each}" for each in found.damaged]
+    return problems + [f"update {logged} was logged, {saved} was saved"] * (whole and saved != logged)
+
+
+def _sweep(directory: Path, killed: list[WatchedRun], sockets: Path) -> float | None:
+    """`clean` until nothing of the killed runs is left. Seconds, or None if it does not come to that.
+
+    It takes its time: what is young may belong to a run that is just starting.
+    """
+    begin, pause = time.monotonic(), threading.Event()
+    while any(run.leftovers(0.0) for run in killed):
+        if time.monotonic() - begin > SWEPT_S:
+            return None
+        run_command("clean", cwd=directory, ROLLOUT_SERVICE_SOCKET_DIR=str(sockets))
+        pause.wait(1.0)
+    return round(time.monotonic() - begin, 1)
 
 
 def _send(run: WatchedRun, name: str, signum: int) -> None:

@@ -51,6 +51,11 @@ def until(holds: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> 
     return value
 
 
+def short_directory() -> Path:
+    """A new one with a short path: that of a socket has 100 bytes, and the directory of a run may be deep."""
+    return Path(tempfile.mkdtemp(prefix="rs-chaos-", dir="/tmp"))
+
+
 def elapse(seconds: float) -> None:
     """A random moment is a moment of the clock: nothing that can be waited for marks it."""
     threading.Event().wait(max(0.0, seconds))
@@ -59,11 +64,12 @@ def elapse(seconds: float) -> None:
 class WatchedRun:
     """`rollout-service train <words>` in `directory`, with a socket directory of its own. A context manager."""
 
-    def __init__(self, *words: str, directory: Path) -> None:
+    def __init__(self, *words: str, directory: Path, sockets: Path | None = None) -> None:
+        """sockets: where its socket directory goes; by default into a directory that is removed with this."""
         self.directory = directory
         self.run_dir = directory / "run"
-        # Short: the path of a socket has 100 bytes, and `directory` may be deep.
-        self.sockets = Path(tempfile.mkdtemp(prefix="rs-chaos-", dir="/tmp"))
+        self._own_sockets = sockets is None
+        self.sockets = sockets or short_directory()
         extra = {SOCKET_DIR_VARIABLE: str(self.sockets)}
         self.service = Service("--run-dir", "run", *words, cwd=directory, **extra)
 
@@ -74,7 +80,8 @@ class WatchedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.service.__exit__(kind, error, trace)
-        shutil.rmtree(self.sockets, ignore_errors=True)
+        if self._own_sockets:
+            shutil.rmtree(self.sockets, ignore_errors=True)
 
     @property
     def pid(self) -> int:

@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by_hand,
         wait_s=chosen.wait_for_service,
         reconnect_s=chosen.reconnect,
+        key_file=chosen.key_file,
+        group=chosen.share_with_group,
     )
     return attendance.attend(take_part, take_seat)
 

@@ -40,8 +40,10 @@ enum {
 #endif
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
+#define PREFETCH(address) __builtin_prefetch(address)
 #else
 #define INLINE static inline
+#define PREFETCH(address) ((void)0)
 #endif
 
 typedef struct {
@@ -89,49 +91,54 @@ INLINE void prepare_row(const Env *env, Py_ssize_t t, const Rule *rule, double *
         *decay = rule->decay;
 }
 
-/* Rows begin .. begin + count - 1, all of them < K. Says whether all of them are finite; *fillers, whether there may be
-   rows that are not valid. A filler whose log-prob is not finite is taken for a bad row: the reference knows better. */
-INLINE bool prepare(const Env *env, Py_ssize_t begin, Py_ssize_t count, const Rule *rule, double *restrict increments,
-                    double *restrict decays, bool *fillers)
+/* What a group works on. Kept from group to group: between chunks every decay is gamma * lambda. */
+typedef struct {
+    double increments[GROUP][CHUNK + PAD], decays[GROUP][CHUNK + PAD];
+    uint16_t odd[GROUP][CHUNK]; /* per env, the columns that are not plain rows in the middle of an episode */
+    int num_odd[GROUP];
+} Scratch;
+
+/* Rows begin .. begin + count - 1 of env e of the group, all of them < K. Says whether all of them are finite; a filler
+   whose log-prob is not finite is taken for a bad row, the reference knows better. */
+INLINE bool prepare(const Env *env, Py_ssize_t begin, int count, const Rule *rule, Scratch *scratch, int e)
 {
+    double *restrict increments = scratch->increments[e], *restrict decays = scratch->decays[e];
+    uint16_t *restrict odd = scratch->odd[e];
     const uint8_t *terminated = env->terminated + begin, *truncated = env->truncated + begin;
     const uint8_t *valid = env->valid + begin;
     const float *restrict rewards = env->rewards + begin, *restrict values = env->values + begin;
     const float *restrict log_probs = env->log_probs + begin;
-    const double gamma = rule->gamma, decay = rule->decay, scale = rule->reward_scale;
+    const double gamma = rule->gamma, scale = rule->reward_scale;
     /* Whole words of rows that have a row after them. */
     Py_ssize_t after = env->steps - 1 - begin;
-    Py_ssize_t bulk = (count < after ? count : after) / WORD * WORD;
+    int bulk = (int)(count < after ? count : after) / WORD * WORD, num_odd = 0;
 
-    for (Py_ssize_t t = 0; t < bulk; t++)
+    for (int t = 0; t < bulk; t += WORD)
+        if (word(terminated + t) | word(truncated + t) | (word(valid + t) ^ UINT64_C(0x0101010101010101)))
+            for (int u = t; u < t + WORD; u++) {
+                odd[num_odd] = (uint16_t)u;
+                num_odd += (terminated[u] | truncated[u] | !valid[u]) != 0;
+                if (truncated[u])
+                    PREFETCH(env->truncation_values + begin + u);
+            }
+    for (int t = bulk; t < count; t++)
+        odd[num_odd++] = (uint16_t)t;
+    scratch->num_odd[e] = num_odd;
+
+    for (int t = 0; t < bulk; t++)
         increments[t] = (double)rewards[t] * scale + gamma * (double)values[t + 1] - (double)values[t];
-    for (Py_ssize_t t = 0; t < bulk; t++)
-        decays[t] = decay;
-
-    uint64_t not_valid = 0;
-    for (Py_ssize_t t = 0; t < bulk; t += WORD) {
-        uint64_t missing = word(valid + t) ^ UINT64_C(0x0101010101010101);
-        not_valid |= missing;
-        if (word(terminated + t) | word(truncated + t) | missing)
-            for (Py_ssize_t u = t; u < t + WORD; u++)
-                if (terminated[u] | truncated[u] | !valid[u])
-                    prepare_row(env, begin + u, rule, increments + u, decays + u);
-    }
-    for (Py_ssize_t t = bulk; t < count; t++) {
-        not_valid |= !valid[t];
-        prepare_row(env, begin + t, rule, increments + t, decays + t);
-    }
-    *fillers = not_valid != 0;
+    for (int i = 0; i < num_odd; i++)
+        prepare_row(env, begin + odd[i], rule, increments + odd[i], decays + odd[i]);
 
     /* An exponent of all ones is an infinity or a NaN, and any of those in a row makes its increment one. */
     uint32_t odd_log_prob = 0;
-    for (Py_ssize_t t = 0; t < count; t++) {
+    for (int t = 0; t < count; t++) {
         uint32_t bits;
         memcpy(&bits, log_probs + t, sizeof bits);
         odd_log_prob |= (bits & UINT32_C(0x7f800000)) == UINT32_C(0x7f800000);
     }
     uint64_t odd_increment = 0;
-    for (Py_ssize_t t = 0; t < count; t++) {
+    for (int t = 0; t < count; t++) {
         uint64_t bits;
         memcpy(&bits, increments + t, sizeof bits);
         odd_increment |= (bits & UINT64_C(0x7ff0000000000000)) == UINT64_C(0x7ff0000000000000);
@@ -139,46 +146,49 @@ INLINE bool prepare(const Env *env, Py_ssize_t begin, Py_ssize_t count, const Ru
     return !odd_log_prob && !odd_increment;
 }
 
-INLINE void deliver(const Env *env, Py_ssize_t begin, Py_ssize_t count, const double *restrict chain, bool fillers)
+INLINE void deliver(const Env *env, Py_ssize_t begin, int count, const Rule *rule, Scratch *scratch, int e)
 {
     float *restrict advantages = env->advantages + begin, *restrict returns = env->returns + begin;
     const float *restrict values = env->values + begin;
-    for (Py_ssize_t t = 0; t < count; t++)
+    const double *restrict chain = scratch->increments[e];
+    for (int t = 0; t < count; t++)
         advantages[t] = (float)chain[t];
-    for (Py_ssize_t t = 0; t < count; t++)
+    for (int t = 0; t < count; t++)
         returns[t] = (float)(chain[t] + (double)values[t]);
-    if (fillers)
-        for (Py_ssize_t t = 0; t < count; t++)
-            if (!env->valid[begin + t])
-                returns[t] = 0.0f;
+    for (int i = 0; i < scratch->num_odd[e]; i++) {
+        int t = scratch->odd[e][i];
+        if (!env->valid[begin + t])
+            returns[t] = 0.0f;
+        scratch->decays[e][t] = rule->decay;
+    }
 }
 
 /* A group of envs over all columns. */
-FOR_EACH_PROCESSOR static bool estimate(const Env *envs, int num_envs, const Rule *rule)
+FOR_EACH_PROCESSOR static bool estimate(const Env *envs, int num_envs, const Rule *rule, Scratch *scratch)
 {
-    double increments[GROUP][CHUNK + PAD], decays[GROUP][CHUNK + PAD], chain[GROUP] = {0.0};
+    double chain[GROUP] = {0.0};
     Py_ssize_t longest = 0;
     for (int e = 0; e < num_envs; e++)
         if (envs[e].steps > longest)
             longest = envs[e].steps;
     bool sound = true;
     for (Py_ssize_t begin = (longest - 1) / CHUNK * CHUNK; longest > 0 && begin >= 0; begin -= CHUNK) {
-        Py_ssize_t columns = longest - begin < CHUNK ? longest - begin : CHUNK, counts[GROUP];
-        bool fillers[GROUP];
+        int columns = (int)(longest - begin < CHUNK ? longest - begin : CHUNK), counts[GROUP];
         for (int e = 0; e < GROUP; e++) {
             Py_ssize_t left = e < num_envs ? envs[e].steps - begin : 0;
-            counts[e] = left < 0 ? 0 : left < columns ? left : columns;
+            counts[e] = left < 0 ? 0 : left < columns ? (int)left : columns;
             if (counts[e] > 0)
-                sound &= prepare(envs + e, begin, counts[e], rule, increments[e], decays[e], fillers + e);
-            for (Py_ssize_t t = counts[e]; t < columns; t++)
-                increments[e][t] = decays[e][t] = 0.0;
+                sound &= prepare(envs + e, begin, counts[e], rule, scratch, e);
+            for (int t = counts[e]; t < columns; t++)
+                scratch->increments[e][t] = 0.0;
         }
-        for (Py_ssize_t t = columns - 1; t >= 0; t--)
+        for (int t = columns - 1; t >= 0; t--)
             for (int e = 0; e < GROUP; e++)
-                increments[e][t] = chain[e] = increments[e][t] + decays[e][t] * chain[e];
+                scratch->increments[e][t] = chain[e] =
+                    scratch->increments[e][t] + scratch->decays[e][t] * chain[e];
         for (int e = 0; e < GROUP; e++)
             if (counts[e] > 0)
-                deliver(envs + e, begin, counts[e], increments[e], fillers[e]);
+                deliver(envs + e, begin, counts[e], rule, scratch, e);
     }
     return sound;
 }
@@ -212,6 +222,10 @@ static bool readable(const Py_buffer *view, int which, Py_ssize_t num_envs, Py_s
 static bool every_group(const Py_buffer *views, Py_ssize_t num_envs, const Rule *rule)
 {
     bool sound = true;
+    Scratch scratch;
+    for (int e = 0; e < GROUP; e++)
+        for (int t = 0; t < CHUNK; t++)
+            scratch.decays[e][t] = rule->decay;
     for (Py_ssize_t first = 0; first < num_envs; first += GROUP) {
         Env envs[GROUP];
         int count = (int)(num_envs - first < GROUP ? num_envs - first : GROUP);
@@ -225,7 +239,7 @@ static bool every_group(const Py_buffer *views, Py_ssize_t num_envs, const Rule 
                             .returns = of[RETURNS], .last_value = *(const double *)of[LAST_VALUES],
                             .steps = (Py_ssize_t) * (const int64_t *)of[VALID_STEPS]};
         }
-        sound &= estimate(envs, count, rule);
+        sound &= estimate(envs, count, rule, &scratch);
     }
     return sound;
 }

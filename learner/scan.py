@@ -61,9 +61,8 @@ def advantages_and_returns_on_device(
     increments = rows["rewards"].double() * estimator.reward_scale + estimator.gamma * next_values - values
     if bool((live & ~(increments.isfinite() & rows["log_probs"].isfinite())).any()):
         return _by_the_reference(rows, last_values, valid_steps, estimator)
-    advantages = flow_back(
-        torch.where(live, increments, 0.0), torch.where(cut, 0.0, float(estimator.gamma) * float(estimator.lam))
-    )
+    decays = torch.full_like(values, float(estimator.gamma) * float(estimator.lam)).masked_fill(cut, 0.0)
+    advantages = flow_back(torch.where(live, increments, 0.0), decays)
     return advantages, torch.where(live, advantages + values, 0.0)
 
 

@@ -24,6 +24,7 @@ from typing import Final
 
 import torch
 
+from learner import single_pass
 from learner.epochs import Outcome
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.trainer import Trainer
@@ -71,6 +72,8 @@ class LearnerSession:
     def prepare(self, resume: bool) -> None:
         """Restores or writes checkpoint 0, publishes the first weights, says READY."""
         self.client.pulse.phase = "preparing"
+        if not single_pass.BUILT:
+            print(f"learner: {single_pass.NOT_BUILT}", file=sys.stderr, flush=True)
         found = self._newest_checkpoint() if resume else None
         saved_version = 0
         if found is not None:

@@ -25,8 +25,19 @@ EXIT_USAGE: Final = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command; returns its exit code. Without arguments it is this process's command, and its last act."""
+    if arguments is not None:
+        return _main(list(arguments))
+    try:
+        from rollout_service.launch.signals import ends_with_a_code
+
+        with ends_with_a_code():
+            return _main(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0 if words else EXIT_USAGE
@@ -117,10 +128,14 @@ def status(words: Sequence[str]) -> int:
     """Show the runs that live on this machine: slots, actors, lag, rates."""
     parser = _parser("status", status)
     parser.add_argument("--json", action="store_true", help='print one line of JSON: {"runs": [...]}')
+    parser.add_argument("--key-file", metavar="PATH", help="a client's key file, for services on tcp that have keys")
     chosen = parser.parse_args(words)
+    from pathlib import Path
+
+    from rollout_service.control.keys import Keys
     from rollout_service.launch.status import render, running
 
-    runs = running()
+    runs = running(None if chosen.key_file is None else Keys.read(Path(chosen.key_file)))
     if chosen.json:
         _print_json({"runs": [run.to_json() for run in runs]})
     elif runs:
@@ -192,6 +207,22 @@ def check_env(words: Sequence[str]) -> int:
     return EXIT_FAILED if found.warnings else 0
 
 
+def keygen(words: Sequence[str]) -> int:
+    """Make key files for a service on tcp: one for the service, one for learner, actors and status."""
+    parser = _parser("keygen", keygen)
+    parser.add_argument("directory", metavar="DIRECTORY", help="where to; it is made if it is not there")
+    parser.add_argument("--force", action="store_true", help="replace key files that are there: old ones stop working")
+    chosen = parser.parse_args(words)
+    from pathlib import Path
+
+    from rollout_service.control.keys import generate
+
+    service, client = generate(Path(chosen.directory), force=chosen.force)
+    print(f"{service}   for the service: {PROGRAM} serve --key-file, stays where it runs")
+    print(f"{client}   for learner, actors and status: --key-file; whoever has it may take part")
+    return 0
+
+
 def bench(words: Sequence[str]) -> int:
     """Time the parts and whole runs, each against the plain way to do it."""
     from rollout_service.bench.command import main as run
@@ -214,6 +245,7 @@ COMMANDS: Final[dict[str, Callable[[Sequence[str]], int]]] = {
     "clean": clean,
     "envs": envs,
     "check-env": check_env,
+    "keygen": keygen,
     "bench": bench,
     "doctor": doctor,
 }

@@ -85,6 +85,12 @@ def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long to look for a service that was there and is lost, to begin anew with it (default: 0, leave)",
     )
+    parser.add_argument(
+        "--key-file", metavar="PATH", help="the client's key file, for a service on tcp that has keys (see keygen)"
+    )
+    parser.add_argument(
+        "--share-with-group", metavar="GROUP", help="trust a service of another user, if its socket is this group's"
+    )
     return parser
 
 

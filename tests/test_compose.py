@@ -218,7 +218,8 @@ def test_every_installation_in_the_image_keeps_to_the_constraints():
 
 def test_what_the_image_copies_exists_and_is_sent_to_the_build():
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    sources = [word for arguments in arguments_of("COPY") for word in shlex.split(arguments)[:-1]]
+    copies = [arguments for arguments in arguments_of("COPY") if not arguments.startswith("--from=")]
+    sources = [word for arguments in copies for word in shlex.split(arguments)[:-1]]
     assert sorted(sources) == sorted(kept)
     assert all((ROOT / source).exists() for source in sources)
     assert not any(fnmatch.fnmatch(secret, pattern) for secret in (".git", "runs", ".venv") for pattern in kept)

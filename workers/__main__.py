@@ -42,7 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from workers.session import run
 
     hello = Hello(role=Role.ACTOR, pid=os.getpid(), requested_actor=chosen.actor, incarnation=chosen.incarnation)
-    return run(Attendance(chosen.connect, hello, by_hand, wait_s=chosen.wait_for_service, reconnect_s=chosen.reconnect))
+    attendance = Attendance(
+        chosen.connect,
+        hello,
+        by_hand,
+        wait_s=chosen.wait_for_service,
+        reconnect_s=chosen.reconnect,
+        key_file=chosen.key_file,
+        group=chosen.share_with_group,
+    )
+    return run(attendance)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ class Actor:
         self._envs.pulse = pulse or Silent()
         began = time.perf_counter()
         version = self._load_weights(grant.version)
-        slot = self._memory.writer(grant.slot, checksummed=self._spec.checksum_slots)
+        slot = self._writer(grant.slot)
         slot.open(epoch=grant.epoch, actor=self.actor_id, incarnation=self.incarnation, version=version)
         counters: Counter[str] = Counter()
         self._start(grant, slot, counters)
@@ -133,7 +133,7 @@ class Actor:
     def _writer(self, slot: int) -> SlotWriter:
         """Made once per slot: it holds a view for every step."""
         if slot not in self._writers:
-            self._writers[slot] = self._memory.writer(slot)
+            self._writers[slot] = self._memory.writer(slot, checksummed=self._spec.checksum_slots)
         return self._writers[slot]
 
     def _load_weights(self, at_least: int) -> int:

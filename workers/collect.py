@@ -1,8 +1,9 @@
 """The actor's loop: fill one slot with T steps of E envs.
 
 Writers: this actor, under its lease, into the slot and into its own live state. Per step, in this order: the state
-ENTERING the step and the observation it was fed with, then the env step, then what came of it. Ended envs start the
-next step from zero state; a truncated one first gets V(final observation, state EXITING the step).
+ENTERING the step, then the action, then the env step, then what came of it. An observation is written once, by the env
+into the slot's row, and read there by the policy; the one behind the slot's last row waits in the live state. Ended
+envs start the next step from zero state; a truncated one first gets V(final observation, state EXITING the step).
 
 Where a vector env resets its envs in the next step, that step is a filler row: not valid, its stored state is zero.
 The policy still runs on it, from the state that exited the row before: what it sees there is the final observation, so
@@ -16,7 +17,7 @@ Never: IO, logging. Leaves to others: which weights act and where row 0 starts (
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ from numpy.typing import NDArray
 
 from rollout_service.envs.protocol import EnvRows, FinishedEpisode, StepOutcome
 from rollout_service.memory.slots import SlotWriter
-from rollout_service.recurrence import ended, enter_state
-from workers.inference import Acted, Inference
+from rollout_service.policy.acting import Acted
+from rollout_service.recurrence import ended
+from workers.inference import Policy
 from workers.noise import ActionNoise
 
 Array = NDArray[Any]
@@ -36,35 +38,30 @@ Array = NDArray[Any]
 class LiveState:
     """Where an actor's envs stand between two steps, and so between two leases."""
 
-    observations: dict[str, Array]
-    """field -> [E, *shape]: what the next action is chosen from."""
-    state: dict[str, Array]
-    """name -> [E, L, H]: the state that the next forward starts from; between two leases the state entering the next
-    step: zeros where the last row ended. Inside a lease a filler row's forward starts from the state that exited the
-    row before."""
+    observations: Mapping[str, Array]
+    """field -> [E, *shape]: between two leases, what the next action is chosen from."""
+    state: Mapping[str, Array]
+    """name -> [E, L, H], the policy's own: the state that the next forward starts from; between two leases the state
+    entering the next step: zeros where the last row ended. Inside a lease a filler row's forward starts from the state
+    that exited the row before."""
     carry: NDArray[np.float32]
     """[E]: 1.0 where the last row ended, or before any row."""
 
     def restart(self) -> None:
         """Zero state and carry 1 in every env."""
-        for rows in self.state.values():
-            rows[...] = 0.0
+        self.begin_episodes(slice(None))
         self.carry[...] = 1.0
 
-    def advance(self, exiting: Mapping[str, Array], outcome: StepOutcome) -> None:
-        """Move on by one step: the exiting state enters the next one, except where that begins an episode."""
-        if outcome.starting_envs:
-            starts = np.zeros(len(self.carry), np.bool_)
-            starts[outcome.starting_envs] = True
-            enter_state(exiting, starts, out=self.state)
-        else:
-            for name, rows in self.state.items():
-                rows[...] = exiting[name]
+    def begin_episodes(self, envs: Sequence[int] | slice | NDArray[np.bool_]) -> None:
+        """Zero state in these envs."""
+        for rows in self.state.values():
+            rows[envs] = 0.0
 
     def settle(self, outcome: StepOutcome) -> None:
         """End a lease after this step: zero state and carry 1 where its row ended."""
-        self.carry[...] = ended(outcome.terminated, outcome.truncated, outcome.valid)
-        enter_state(self.state, self.carry, out=self.state)
+        over = ended(outcome.terminated, outcome.truncated, outcome.valid)
+        self.carry[...] = over
+        self.begin_episodes(over)
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Collected:
 def collect(
     slot: SlotWriter,
     envs: EnvRows,
-    inference: Inference,
+    policy: Policy,
     live: LiveState,
     noise: ActionNoise,
     *,
@@ -98,6 +95,7 @@ def collect(
     pulse, clock = envs.pulse, time.perf_counter
     truncation_values, last_values = (np.full(len(envs), np.nan, np.float32) for _ in range(2))
     episodes: list[FinishedEpisode] = []
+    starting: list[int] = []
     deferred: list[int] = []
     policy_seconds = 0.0
     t = blind = 0
@@ -108,20 +106,21 @@ def collect(
     began = clock()
     envs.reset_owed(live.observations)
     env_seconds = clock() - began
+    seen = copied(live.observations, slot.observation_rows(0))
     for t in range(slot.num_steps):
+        if starting:
+            live.begin_episodes(starting)
         slot.write_state(t, live.state)
         for name in live.state if envs.fillers else ():
             slot.arrays[name][envs.fillers, t] = 0.0
-        for name, rows in slot.observation_rows(t).items():
-            rows[...] = live.observations[name]
         pulse.phase, before = "policy", clock()
-        acted = inference.step(live.observations, live.state, noise.at(t))
+        acted = policy.step(seen, noise.at(t))
         if deferred:
             slot.arrays["truncation_values"][deferred, t - 1] = acted.values[deferred]
         pulse.phase, between = "env.step", clock()
-        outcome = envs.step(acted.actions, live.observations, enough)
+        seen = slot.observation_rows(t + 1) if t + 1 < slot.num_steps else live.observations
+        outcome = envs.step(acted.actions, seen, enough)
         pulse.phase, after = "policy", clock()
-        cut = final_values(outcome, acted, inference, truncation_values) if outcome.ended_envs else None
         slot.write_transition(
             t,
             actions=acted.actions,
@@ -130,18 +129,20 @@ def collect(
             log_probs=acted.log_probs,
             terminated=outcome.terminated,
             truncated=outcome.truncated,
-            truncation_values=cut,
+            truncation_values=final_values(outcome, acted, policy, truncation_values) if outcome.ended_envs else None,
             valid=outcome.valid,
         )
-        live.advance(acted.state, outcome)
         episodes += outcome.episodes
-        deferred = outcome.deferred_envs
+        starting, deferred = outcome.starting_envs, outcome.deferred_envs
         blind += len(outcome.blind_envs)
         policy_seconds += between - before
         env_seconds += after - between
         if enough():
             break
-    inference.values(live.observations, live.state, range(len(envs)), last_values)
+    copied(seen, live.observations)
+    exiting = {name: rows.copy() for name, rows in live.state.items()}
+    live.begin_episodes(starting)
+    policy.values(live.observations, range(len(envs)), last_values)
     slot.arrays["truncation_values"][deferred, t] = last_values[deferred]
     live.settle(outcome)
     if cut_at_end:
@@ -149,7 +150,7 @@ def collect(
         slot.arrays["truncated"][running, t] = True
         slot.arrays["truncation_values"][running, t] = last_values[running]
         live.restart()
-    slot.close(t + 1, last_values=last_values, final_state=acted.state)
+    slot.close(t + 1, last_values=last_values, final_state=exiting)
     pulse.phase = ""
     return Collected(
         valid_steps=t + 1,
@@ -160,14 +161,22 @@ def collect(
     )
 
 
-def final_values(outcome: StepOutcome, acted: Acted, inference: Inference, out: Array) -> Array:
+def final_values(outcome: StepOutcome, acted: Acted, policy: Policy, out: Array) -> Array:
     """Truncation values of this step's ended rows into out [E], NaN elsewhere and where they come later (deferred).
 
-    Without a final observation V(s_t) stands in: the value of the state the episode was cut off after.
+    The policy's state is the one that EXITS the step. Without a final observation V(s_t) stands in: the value of the
+    state the episode was cut off after.
     """
     out[...] = np.nan
     if outcome.truncated_envs:
-        inference.values(outcome.final_observations, acted.state, outcome.truncated_envs, out)
+        policy.values(outcome.final_observations, outcome.truncated_envs, out)
     if outcome.blind_envs:
         out[outcome.blind_envs] = acted.values[outcome.blind_envs]
     return out
+
+
+def copied(rows: Mapping[str, Array], into: Mapping[str, Array]) -> Mapping[str, Array]:
+    """Observations, [E, *shape] per field, to another place."""
+    for name, place in into.items():
+        place[...] = rows[name]
+    return into

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the peers of `rollout-service bench peers`, each in an environment of its own below $PEERS_HOME
-# (default ~/.cache/rollout-peers), never into this project's.  Usage: install.sh [puf] [sf] [sb3] [torchrl] [rllib]
+# (default ~/.cache/rollout-peers), never into this project's.  Usage: install.sh [puf] [sf] [sb3] [torchrl] [rllib] [tianshou]
 set -eu
 home=${PEERS_HOME:-$HOME/.cache/rollout-peers}
 torch=${PEERS_TORCH:-torch==2.13.0}
@@ -29,10 +29,10 @@ PY
   rm -rf "$tmp"
 }
 
-[ $# -gt 0 ] || set -- puf sf sb3 torchrl rllib
+[ $# -gt 0 ] || set -- puf sf sb3 torchrl rllib tianshou
 mkdir -p "$home"
 for peer; do
-  case $peer in puf | sf | sb3 | torchrl | rllib) ;; *) echo "unknown peer $peer" >&2; exit 2 ;; esac
+  case $peer in puf | sf | sb3 | torchrl | rllib | tianshou) ;; *) echo "unknown peer $peer" >&2; exit 2 ;; esac
   [ -x "$home/$peer/bin/python" ] || "$python" -m venv "$home/$peer"
   pip="$home/$peer/bin/pip"
   case $peer in
@@ -40,6 +40,7 @@ for peer; do
     sf) "$pip" install -q "$torch" sample-factory==2.1.1 gymnasium numpy ;;
     sb3) "$pip" install -q "$torch" sb3-contrib==2.9.2 gymnasium==1.4.0 ;;
     torchrl) "$pip" install -q "$torch" torchrl==0.14.1 'tensordict<0.15' gymnasium==1.4.0 numpy ;;
+    tianshou) "$pip" install -q "$torch" tianshou==2.0.1 ;; # for `rollout-service bench gae`
     rllib) "$pip" install -q "$torch" 'ray[rllib]==2.60.0' gymnasium ;;
   esac
   echo "$peer installed in $home/$peer"

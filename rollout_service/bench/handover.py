@@ -4,7 +4,8 @@
     actor's process   --pickled arrays through a socket pair-->          learner's process      rows travel
 
 Two real child processes (handover_role) play actor and learner over the real server, coordinator, sockets and shared
-memory; every rollout goes both ways, one after the other. Both clocks are the system's monotonic one, which all
+memory; every second rollout goes both ways, one
+after the other, the others after a rest. Both clocks are the system's monotonic one, which all
 processes share on Linux. What must never happen: a child that outlives the measurement.
 """
 
@@ -39,10 +40,11 @@ WARM_UP: Final = 3
 SIZES: Final = ((4, 32), (16, 128), (64, 128))
 DEADLINE_S: Final = 60.0
 ROLE_MODULE: Final = "rollout_service.bench.handover_role"
-SIDES: Final = ("shared", "pickled")
+SIDES: Final = ("shared", "rested", "pickled")
 
 NOTES: Final = (
-    "shared: COMMIT through the service to BATCH, header and last row read; pickled: the same arrays, send to recv",
+    "shared: COMMIT through the service to BATCH, header and last row read, as soon as the rows are in place",
+    "rested: the same after all three processes have slept for 25 ms; pickled: the same arrays, send to recv",
 )
 
 
@@ -57,7 +59,7 @@ def one_case(repetitions: int, envs: int, steps: int) -> tuple[str, Figures]:
     spec = paper_spec(envs, steps)
     with ExitStack() as stack:
         memory = stack.enter_context(rollout_memory(spec))
-        endpoint = stack.enter_context(service(spec, memory, WARM_UP + repetitions))
+        endpoint = stack.enter_context(service(spec, memory, 2 * (WARM_UP + repetitions)))
         actors_end, learners_end = Pipe()
         # Closed here once they are inherited, so that a child that dies is an end of file to the other one.
         with actors_end, learners_end:

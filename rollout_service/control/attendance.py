@@ -20,10 +20,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from rollout_service.control.client import Client
+from rollout_service.control.endpoints import group_id
+from rollout_service.control.keys import Keys
 from rollout_service.control.messages import Hello, Role, Welcome
 from rollout_service.errors import ConfigError, HandshakeRefused, RolloutServiceError, SegmentError, WaitTimedOut
 
@@ -46,6 +49,10 @@ class Attendance:
     """For a service that is not there yet."""
     reconnect_s: float = 0.0
     """For one that was lost, e.g. while a supervisor restarts it; 0: leave."""
+    key_file: str | None = None
+    """The client's keys, for a service on tcp that has keys."""
+    group: str | None = None
+    """Name or number of the group whose members are trusted to run the service."""
 
     def attend(
         self,
@@ -54,15 +61,20 @@ class Attendance:
     ) -> int:
         """Takes part until the service, a signal or an error ends it. Returns the exit code."""
         signals = _Signals(self.by_hand)
-        wait_s = self.wait_s
+        try:
+            keys = None if self.key_file is None else Keys.read(Path(self.key_file))
+            group = None if self.group is None else group_id(self.group)
+            client = Client(self.endpoint, self.hello, connect_deadline_s=self.wait_s, keys=keys, group=group)
+        except ConfigError as error:
+            self._say(str(error))
+            return EXIT_FAILED
         while True:
-            client = Client(self.endpoint, self.hello, connect_deadline_s=wait_s)
             signals.stop(client)
             code = self._once(client, take_part, seat)
             if not client.lost or not self.reconnect_s or signals.received:
                 return code
             self._say(f"waiting up to {self.reconnect_s:g} s for a service at {self.endpoint}")
-            wait_s = self.reconnect_s
+            client = Client(self.endpoint, self.hello, connect_deadline_s=self.reconnect_s, keys=keys, group=group)
 
     def _once(
         self,

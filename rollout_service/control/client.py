@@ -12,23 +12,22 @@ What must never happen: a wait that no signal, STOP or dead service can end. `st
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Final, TypeVar, overload
 
 from rollout_service.control.endpoints import check_reachable
+from rollout_service.control.heartbeat import Heart
+from rollout_service.control.keys import Keys
 from rollout_service.control.messages import (
     Abort,
     Batch,
     Bye,
     Commit,
     Grant,
-    Heartbeat,
     Hello,
     Join,
     Message,
-    Pong,
     Preempt,
     Publish,
     Ready,
@@ -43,7 +42,6 @@ from rollout_service.control.transport import Dealer
 from rollout_service.errors import (
     HandshakeRefused,
     MessageRejected,
-    ProtocolError,
     ProtocolVersionDiffers,
     WaitTimedOut,
 )
@@ -86,7 +84,8 @@ class PulseState:
 class Client:
     """One peer of one service. Not thread-safe but for `stop` and `lose`.
 
-    service_timeout_s: seconds of silence after which the service is gone; by default what WELCOME says.
+    service_timeout_s: seconds of silence after which the service is gone; by default what WELCOME says. keys: for a
+    service on tcp that has keys. group: gid whose members are trusted to run the service.
     """
 
     def __init__(
@@ -97,6 +96,8 @@ class Client:
         connect_deadline_s: float,
         service_timeout_s: float | None = None,
         resend_every_s: float = RESEND_EVERY_S,
+        keys: Keys | None = None,
+        group: int | None = None,
     ) -> None:
         self.pulse = PulseState()
         self.stop_reason: str | None = None
@@ -114,8 +115,10 @@ class Client:
         self._service_timeout_s = service_timeout_s
         self._resend_every_s = resend_every_s
         self._stopping = threading.Event()
-        self._dealer = Dealer(endpoint)
-        self._heart: _Heart | None = None
+        self._keys = keys
+        self._group = group
+        self._dealer = Dealer(endpoint, keys=keys)
+        self._heart: Heart | None = None
         self._request: Message | None = None
         self._request_sent_at = 0.0
         self._epochs: dict[int, int] = {}
@@ -151,7 +154,7 @@ class Client:
         """
         deadline = time.monotonic() + self._connect_deadline_s
         while True:
-            check_reachable(self._endpoint)
+            check_reachable(self._endpoint, self._group)
             left = deadline - time.monotonic()
             try:
                 welcome = self.exchange(
@@ -159,6 +162,8 @@ class Client:
                 )
                 break
             except WaitTimedOut:
+                if refusal := self._dealer.refusal():
+                    raise HandshakeRefused(f"the service at {self._endpoint} does not listen: {refusal}") from None
                 if left <= LOOK_AGAIN_S:
                     raise WaitTimedOut(
                         f"no WELCOME from {self._endpoint} within {self._connect_deadline_s:g} s of HELLO; "
@@ -169,7 +174,9 @@ class Client:
         if self._heart is None:
             self.run_id = welcome.run_id
             timeout = welcome.silence_timeout if self._service_timeout_s is None else self._service_timeout_s
-            self._heart = _Heart(self, self._endpoint, self._hello, welcome, timeout)
+            self._heart = Heart(
+                self, Dealer(self._endpoint, keys=self._keys), self._endpoint, self._hello, welcome, timeout
+            )
             self._heart.start()
         return welcome
 
@@ -193,6 +200,10 @@ class Client:
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._next(min(deadline, self._next_resend()))
+            if type(message) is Batch or type(message) is Grant:  # what others wait for comes first
+                if self._is_news(message):
+                    return message
+                continue
             match message:
                 case Refused(run_id=other) if self._is_other(other):
                     self.lose(f"another run's service answers at {self._endpoint}: {message.reason}")
@@ -324,86 +335,3 @@ class Client:
         if self._request is not None and ANSWERED_BY.get(type(self._request)) is type(message):
             self._request = None
         return True
-
-
-class _Heart(threading.Thread):
-    """Sends heartbeats, reads PONGs and PREEMPTs, and stops its client if the service says so or says nothing."""
-
-    def __init__(self, client: Client, endpoint: str, hello: Hello, welcome: Welcome, service_timeout_s: float) -> None:
-        super().__init__(name="heartbeat", daemon=True)
-        self._client = client
-        self._endpoint = endpoint
-        self._hello = hello
-        self._welcome = welcome
-        self._service_timeout_s = service_timeout_s
-        self._leaving = threading.Event()
-        self._dealer: Dealer | None = None
-
-    def run(self) -> None:
-        dealer = self._dealer = Dealer(self._endpoint)
-        try:
-            self._beat(dealer)
-        except ProtocolError as error:
-            self._client.stop(f"heartbeats ended: {error}")
-        finally:
-            dealer.close()
-
-    def close(self) -> None:
-        self._leaving.set()
-        if self._dealer is not None:
-            self._dealer.wake()
-        self.join(self._service_timeout_s)
-
-    def _beat(self, dealer: Dealer) -> None:
-        unanswered_s = 0.0
-        while not self._leaving.is_set():
-            pulse = self._client.pulse
-            beat = Heartbeat(
-                role=self._hello.role,
-                pid=os.getpid(),
-                actor_id=self._welcome.actor_id,
-                incarnation=self._welcome.incarnation,
-                progress=int(pulse.progress),
-                phase=str(pulse.phase)[:200],
-            )
-            dealer.send(encode(beat))
-            # A beat counts as one interval of silence, however long it took: whatever is beyond that, this thread was
-            # kept from listening (native code of an env holds the interpreter, the process was stopped).
-            unanswered_s = 0.0 if self._listen(dealer) else unanswered_s + self._welcome.heartbeat_interval
-            if unanswered_s > self._service_timeout_s and not self._client.stopping:
-                self._client.lose(f"the service at {self._endpoint} has not answered for {unanswered_s:.0f} s")
-
-    def _listen(self, dealer: Dealer) -> bool:
-        """Reads for one interval, and then whatever has come by now. Returns whether the service answered."""
-        answered = False
-        next_beat = time.monotonic() + self._welcome.heartbeat_interval
-        while not self._leaving.is_set():
-            left = next_beat - time.monotonic()
-            data = dealer.receive(max(0.0, left), self._leaving.is_set)
-            if data is None and left <= 0:
-                break
-            answered = self._take(_decoded(data)) or answered
-        return answered
-
-    def _take(self, message: Message | None) -> bool:
-        """Acts on one message. True for an answer to a heartbeat."""
-        match message:
-            case Pong() as pong:
-                if pong.run_id not in ("", self._welcome.run_id):
-                    self._client.lose(f"another run's service answers at {self._endpoint}")
-                elif pong.stopping and not self._client.stopping:
-                    self._client.stop("the service is stopping")
-                return True
-            case Preempt() as preempt:
-                self._client.preempt = preempt
-            case _:
-                pass
-        return False
-
-
-def _decoded(data: bytes | None) -> Message | None:
-    """The message, or None for what is none."""
-    try:
-        return None if data is None else decode(data)
-    except MessageRejected:
-        return None

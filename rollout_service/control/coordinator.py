@@ -139,6 +139,8 @@ class Coordinator:
 
     def handle(self, peer: bytes, message: Message, now: float) -> list[Effect]:
         """What follows from one message of one peer."""
+        if type(message) is Commit and self.stopped is None:  # the learner may wait for it: no look at other types
+            return self._commit(peer, message, now)
         match message:
             case Heartbeat():
                 pong = self._admission.heartbeat(peer, message, self.stopped is not None, now)
@@ -161,8 +163,6 @@ class Coordinator:
                 return self._join(peer, message, now)
             case Ready():
                 return self._ready(peer, message, now)
-            case Commit():
-                return self._commit(peer, message, now)
             case Abort():
                 return self._abort(peer, message, now)
             case _:
@@ -264,7 +264,8 @@ class Coordinator:
                 self.counters.update(commit.counters)
                 effects += map(Notify, self._updates.refused(identity.actor_id, commit))
             case Verdict.ACCEPTED:
-                self.counters.update(commit.counters)
+                if commit.counters:
+                    self.counters.update(commit.counters)
                 effects.append(self._accepted(identity, commit, place, now))
         answer = Send(peer, Committed(slot=commit.slot, epoch=commit.epoch, accepted=accepted))
         again = [] if place is None else self._grant_again(place)

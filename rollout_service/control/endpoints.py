@@ -91,31 +91,50 @@ def socket_root() -> Path:
     )
 
 
-def socket_endpoint(token: str) -> str:
+def group_id(group: str) -> int:
+    """The gid of a group, given by name or number. Raises ConfigError if this process is not in it."""
+    import grp
+
+    try:
+        found = grp.getgrgid(int(group)) if group.isdecimal() else grp.getgrnam(group)
+    except KeyError:
+        raise ConfigError(f"there is no group {group!r} on this machine") from None
+    if found.gr_gid not in (os.getegid(), *os.getgroups()):
+        raise ConfigError(f"this process (uid {_user_id()}) is not in group {group}; choose one that `id` lists")
+    return found.gr_gid
+
+
+def socket_endpoint(token: str, access: SocketAccess | None = None) -> str:
     """`ipc://...` of the run with this token: its directory is made (0700), stale ones of crashed runs are removed.
 
-    Raises ConfigError if no directory fits, or if the directory exists and is not ours alone.
+    access: lets a group in (0750). Raises ConfigError if no directory fits, or if the directory exists and others than
+    these may enter it.
     """
+    access = access or SocketAccess()
     sweep_socket_directories()
     directory = socket_root() / _directory_name(token)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
+        if access.group is not None:
+            access.give_to_group(directory)
+            directory.chmod(access.directory_mode)
     found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != _user_id() or stat.S_IMODE(found.st_mode) != 0o700:
+    allowed = access.directory_mode
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != _user_id() or stat.S_IMODE(found.st_mode) != allowed:
         raise ConfigError(
-            f"{directory} is not a directory of this user with mode 0700 (uid {found.st_uid}, "
+            f"{directory} is not a directory of this user with mode {allowed:04o} (uid {found.st_uid}, "
             f"mode {stat.S_IMODE(found.st_mode):o}); remove it or set {SOCKET_DIR_VARIABLE}"
         )
     return f"ipc://{directory / 'c'}"
 
 
-def prepare_endpoint(endpoint: str, *, allow_tcp: bool) -> None:
+def prepare_endpoint(endpoint: str, *, allow_tcp: bool, authenticated: bool = False) -> None:
     """Makes sure that a service may listen at an endpoint chosen by hand. Removes the socket of a dead service there.
 
     Raises ConfigError: an endpoint for more than this machine (or, for ipc, this user), or one that is taken. An ipc
     socket needs a directory that exists, belongs to this user or to root, and in which nobody else may write.
     """
-    check_endpoint(endpoint, allow_tcp=allow_tcp)
+    check_endpoint(endpoint, allow_tcp=allow_tcp, authenticated=authenticated)
     if not endpoint.startswith(IPC):
         return
     path = Path(endpoint.removeprefix(IPC))
@@ -140,10 +159,10 @@ def prepare_endpoint(endpoint: str, *, allow_tcp: bool) -> None:
     path.unlink()
 
 
-def check_reachable(endpoint: str) -> None:
+def check_reachable(endpoint: str, group: int | None = None) -> None:
     """Raises ConfigError, naming uid and mode, if this process must not or cannot connect to an ipc socket.
 
-    A socket that is not there yet is fine.
+    group: whose members are trusted like this user. A socket that is not there yet is fine.
     """
     path = Path(endpoint.removeprefix(IPC))
     if not endpoint.startswith(IPC) or not path.is_absolute():
@@ -156,7 +175,8 @@ def check_reachable(endpoint: str) -> None:
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError(f"{path} is no socket; connect to what the service printed")
-    if found.st_uid != _user_id() or not os.access(path, os.R_OK | os.W_OK):
+    trusted = found.st_uid == _user_id() or (group is not None and found.st_gid == group and not found.st_mode & 0o007)
+    if not trusted or not os.access(path, os.R_OK | os.W_OK):
         raise ConfigError(_closed(path))
 
 
@@ -213,7 +233,7 @@ def _closed(path: Path) -> str:
     found = path.stat()
     return (
         f"{path} belongs to uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; this process is uid "
-        f"{_user_id()}: run all processes of a run under one uid"
+        f"{_user_id()}: run all processes of a run under one uid, or serve and roles with --share-with-group"
     )
 
 

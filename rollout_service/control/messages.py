@@ -32,7 +32,7 @@ from typing import Annotated, Any, Final
 
 import msgpack
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_service.errors import MessageRejected, ProtocolVersionDiffers
 from rollout_service.runspec import PROTOCOL_VERSION, AutoresetMode, Spaces, StateStrategy
@@ -69,14 +69,22 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _python_values(cls, fields: Any) -> Any:
-        return _without_numpy(fields)
+    def __init__(self, **fields: Any) -> None:
+        plain = all(type(value) in _PLAIN for value in fields.values())
+        super().__init__(**(fields if plain else _without_numpy(fields)))
+
+    # Pydantic's word for "takes keywords and validates them", without which `model_validate` would call it, too: what
+    # comes off the wire holds no numpy values, and goes straight to the compiled validator.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+_PLAIN: Final = frozenset((int, str, bool, float, type(None)))
 
 
 def _without_numpy(value: Any) -> Any:
     """The same value with numpy scalars as Python ones. Arrays stay, and are then refused by their field's type."""
+    if type(value) in _PLAIN:
+        return value
     match value:
         case np.generic():
             return value.item()
@@ -85,7 +93,7 @@ def _without_numpy(value: Any) -> Any:
         case list():
             return [_without_numpy(entry) for entry in value]
         case tuple():
-            return tuple(_without_numpy(entry) for entry in value)
+            return tuple([_without_numpy(entry) for entry in value])
         case _:
             return value
 
@@ -267,6 +275,9 @@ MESSAGES: Final[dict[str, type[Message]]] = {
 }  # fmt: skip
 
 
+_NAMES: Final = {kind: name for name, kind in MESSAGES.items()}
+
+
 def message_name(kind: type[Message]) -> str:
     """What a message is called on the wire and in texts."""
     return kind.__name__.lower()
@@ -274,8 +285,8 @@ def message_name(kind: type[Message]) -> str:
 
 def encode(message: Message) -> bytes:
     """One message as bytes. Raises MessageRejected, naming the field, for what is too large or no message can carry."""
-    name = message_name(type(message))
-    fields = message.model_dump(mode="json")
+    name = _NAMES[type(message)]
+    fields = message.__pydantic_serializer__.to_python(message, mode="json")
     packed = _pack(name, {"v": PROTOCOL_VERSION, "type": name, **fields})
     if len(packed) > MAX_MESSAGE_BYTES:
         sizes = {field: len(_pack(name, {field: value})) for field, value in fields.items()}
@@ -314,7 +325,7 @@ def decode(data: bytes) -> Message:
     if kind is None:
         raise MessageRejected(f"unknown message type {name!r:.80}")
     try:
-        return kind.model_validate(fields)
+        return kind.__pydantic_validator__.validate_python(fields)  # type: ignore[no-any-return]
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

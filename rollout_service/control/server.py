@@ -13,13 +13,13 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
 from rollout_service.control.coordinator import Coordinator, Effect, Notify, Send
 from rollout_service.control.events import Event, ServerFailed
-from rollout_service.control.messages import Stop, decode, encode
+from rollout_service.control.messages import Batch, Refused, Stop, decode, encode
 from rollout_service.control.transport import Router
 from rollout_service.errors import MessageRejected, ProtocolError, WaitTimedOut
 
@@ -65,6 +65,8 @@ class Server:
 
         def ask(coordinator: Coordinator, now: float) -> list[Effect]:
             found.update(coordinator.report(now))
+            # What was refused before it could say a word; plain integers, in the order of names.
+            found["counters"] = dict(sorted({**found["counters"], **(+self._router.counters)}.items()))
             return []
 
         try:
@@ -126,13 +128,22 @@ class Server:
                 raise
             finished.set_result(None)
 
-    def _carry_out(self, effects: Iterable[Effect]) -> None:
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        """BATCH leaves first: the learner waits for it, and every other word keeps this thread, or wakes a process.
+
+        Each peer gets its messages in order; BATCH goes to the learner alone. Events come last: whoever hears them is
+        a thread of this process, and takes the interpreter.
+        """
         for effect in effects:
-            match effect:
-                case Send(peer, message):
-                    self._router.send(peer, encode(message))
-                case Notify(event):
-                    self.events.put(event)
+            if isinstance(effect, Send) and type(effect.message) is Batch:
+                self._router.send(effect.peer, encode(effect.message))
+        for effect in effects:
+            if isinstance(effect, Send) and type(effect.message) is not Batch:
+                message = effect.message
+                self._router.send(effect.peer, encode(message), refusal=type(message) is Refused)
+        for effect in effects:
+            if isinstance(effect, Notify):
+                self.events.put(effect.event)
 
     def _say_goodbye(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

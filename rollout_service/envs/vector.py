@@ -5,7 +5,7 @@ else into one StepOutcome that is reused: what it holds is valid until the next 
 
 An env whose episode ends is reset within the same step, after all envs have made theirs: the row then holds the first
 observation of the next episode, and for a truncation the final observation is kept in the outcome. A step in a hurry
-leaves resets for later (`reset_owed`), and these rows as they were. Observations are copied before any further call of
+leaves resets for later (`reset_owed`), and zeros in these rows. Observations are copied before any further call of
 their env, which may return one array for ever. Whatever a transition cannot hold (an exception, a NaN, a reward of two
 numbers, an observation that does not fit its space) is an EnvFault that names env, step and last action.
 
@@ -160,6 +160,9 @@ class EnvBatch:
             self._owed = outcome.ended_envs.copy()
             while self._owed and not (hurried is not None and hurried()):
                 self._reset(self._owed.pop(0), out, None)
+            if self._owed:
+                for rows in out.values():
+                    rows[self._owed] = 0
         self._check_finite(out, range(e), actions)
         return outcome
 

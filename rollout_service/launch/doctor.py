@@ -221,6 +221,14 @@ def ask_torch() -> dict[str, Any]:
     return facts
 
 
+def check_compiled() -> Finding:
+    from learner import single_pass
+
+    if single_pass.BUILT:
+        return ok("advantages by the compiled pass")
+    return Verdict.OK, single_pass.NOT_BUILT, single_pass.REMEDY
+
+
 # What a run uses up
 
 
@@ -343,6 +351,7 @@ CHECKS: Final[dict[str, Callable[[], Finding]]] = {
     "platform": check_platform,
     "libraries": check_libraries,
     "torch": check_torch,
+    "compiled": check_compiled,
     "cores": check_cores,
     "memory": check_memory,
     "shared memory": check_shared_memory,

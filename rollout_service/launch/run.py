@@ -24,12 +24,20 @@ from typing import Final, TextIO, cast
 
 from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.coordinator import Coordinator
-from rollout_service.control.endpoints import prepare_endpoint, remove_socket, remove_socket_directory, socket_endpoint
+from rollout_service.control.endpoints import (
+    SocketAccess,
+    group_id,
+    prepare_endpoint,
+    remove_socket,
+    remove_socket_directory,
+    socket_endpoint,
+)
 from rollout_service.control.events import Event
+from rollout_service.control.keys import Keys
 from rollout_service.control.scheduling import scheduler_for
 from rollout_service.control.server import Server
 from rollout_service.control.transport import Router
-from rollout_service.errors import WaitTimedOut
+from rollout_service.errors import ConfigError, WaitTimedOut
 from rollout_service.launch import prepare
 from rollout_service.launch.cleanup import clean_up
 from rollout_service.launch.rundir import RunDirectory, default_run_directory
@@ -56,6 +64,10 @@ class Door:
 
     endpoint: str | None = None
     allow_tcp: bool = False
+    key_file: Path | None = None
+    """The service's keys, for tcp (control/keys)."""
+    group: str | None = None
+    """Name or number of a group whose members may take part."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,12 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
     """
     prepare.require_platform()
     door = door if door is not None else Door()
+    keys = None if door.key_file is None else Keys.read(door.key_file)
+    access = SocketAccess(None if door.group is None else group_id(door.group))
     if door.endpoint is not None:
-        prepare_endpoint(door.endpoint, allow_tcp=door.allow_tcp)
+        prepare_endpoint(door.endpoint, allow_tcp=door.allow_tcp, authenticated=keys is not None)
+    elif keys is not None:
+        raise ConfigError("keys are for tcp: add --endpoint tcp://HOST:PORT --allow-tcp, or leave the key file out")
     started = time.monotonic()
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     with ExitStack() as stack:
@@ -121,10 +137,10 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         for warning in (*run_dir.resume_point.warnings, *probed.warnings):
             journal.say(warning)
 
-        endpoint = socket_endpoint(token) if door.endpoint is None else door.endpoint
+        endpoint = socket_endpoint(token, access) if door.endpoint is None else door.endpoint
         stack.callback(remove_socket_directory if door.endpoint is None else remove_socket, endpoint)
         # Bound before anything else is written down: a port that the system chose is known only now.
-        router = Router(endpoint, allow_tcp=door.allow_tcp)
+        router = Router(endpoint, allow_tcp=door.allow_tcp, keys=keys, access=access)
         stack.callback(router.close)
         endpoint = router.endpoint
         header = {
@@ -148,6 +164,9 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         weights = stack.enter_context(
             WeightsMemory.create(spec.parameters, token=token, spec=json.dumps(brief).encode())
         )
+        if access.group is not None:
+            memory.share_with_group(access.group)
+            weights.share_with_group(access.group)
         run_dir.save(config)
         size = f"{memory.nbytes / 2**20:.1f} MiB"
         journal.say(f"{sizing}, {spec.num_steps} steps, {total_updates} updates, {size}  {path}")

@@ -79,7 +79,12 @@ class ServeArguments(TrainArguments):
     """Where to listen: ipc:///DIRECTORY/NAME, in a directory in which nobody else may write. Default: one made for this
     run. It is printed as the first line on standard output."""
     allow_tcp: bool = False
-    """Allow an endpoint tcp://127.0.0.1:PORT, which every user of this machine can connect to."""
+    """Allow an endpoint tcp://127.0.0.1:PORT, which every user of this machine can connect to; with a key file also
+    others than this machine's, for holders of a key."""
+    key_file: Path | None = None
+    """The service's key file, for tcp; `rollout-service keygen` makes it. Whoever has no key it names is refused."""
+    share_with_group: str | None = None
+    """Let the members of this group take part: socket and shared memory get mode 0660. Default: this user alone."""
 
 
 COMMANDS: Final[dict[type[TrainArguments], str]] = {TrainArguments: "train", ServeArguments: "serve"}
@@ -98,7 +103,7 @@ def parse_serve(words: Sequence[str]) -> tuple[TrainConfig, Door]:
     from rollout_service.launch.run import Door
 
     config, beyond = _parse(words, ServeArguments)
-    return config, Door(beyond["endpoint"], beyond["allow_tcp"])
+    return config, Door(beyond["endpoint"], beyond["allow_tcp"], beyond["key_file"], beyond["share_with_group"])
 
 
 def _parse(words: Sequence[str], kind: type[TrainArguments]) -> tuple[TrainConfig, dict[str, Any]]:

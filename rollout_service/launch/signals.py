@@ -79,6 +79,28 @@ class StopRequest:
 
 
 @contextmanager
+def ends_with_a_code() -> Iterator[None]:
+    """For the process of one command: no stop signal kills it, whenever it comes.
+
+    Inside, but for the run itself (`interruptions`), SIGTERM and SIGHUP raise SystemExit(128 + signal), as Ctrl-C
+    raises KeyboardInterrupt. From the end on all of them are ignored: what is left is the interpreter's own end.
+    """
+
+    def leave(signum: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    for each in heard:
+        if each != signal.SIGINT:
+            signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+
+
+@contextmanager
 def interruptions(inbox: Inbox) -> Iterator[None]:
     """While inside, stop signals arrive in `inbox` as Interruption. Outside the main thread nothing is installed."""
     if threading.current_thread() is not threading.main_thread():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollout_service.control.client import Client
+from rollout_service.control.keys import Keys
 from rollout_service.control.messages import Hello, Role, Status, StatusReport
 from rollout_service.errors import RolloutServiceError
 from rollout_service.launch.cleanup import run_header
@@ -50,14 +51,14 @@ class RunStatus:
         }
 
 
-def running() -> list[RunStatus]:
-    """Every run of this user that is alive on this machine, oldest first."""
+def running(keys: Keys | None = None) -> list[RunStatus]:
+    """Every run of this user that is alive on this machine, oldest first. keys: for those on tcp that ask for them."""
     found = []
     for segment in list_segments():
         header = run_header(segment)
         if segment.kind != ROLLOUT_KIND or not segment.owner_alive or not segment.ready or "endpoint" not in header:
             continue
-        report, problem = _ask(header["endpoint"])
+        report, problem = _ask(header["endpoint"], keys)
         found.append(
             RunStatus(
                 run_id=header["run_id"],
@@ -73,8 +74,10 @@ def running() -> list[RunStatus]:
     return sorted(found, key=lambda run: -run.age_s)
 
 
-def _ask(endpoint: str) -> tuple[dict[str, Any] | None, str]:
-    client = Client(endpoint, Hello(role=Role.OBSERVER, pid=os.getpid()), connect_deadline_s=ANSWER_DEADLINE_S)
+def _ask(endpoint: str, keys: Keys | None) -> tuple[dict[str, Any] | None, str]:
+    hello = Hello(role=Role.OBSERVER, pid=os.getpid())
+    keys = keys if endpoint.startswith("tcp://") else None
+    client = Client(endpoint, hello, connect_deadline_s=ANSWER_DEADLINE_S, keys=keys)
     try:
         client.connect()
         answer = client.exchange(Status(), StatusReport, resend_every_s=RESEND_S, deadline_s=ANSWER_DEADLINE_S)

@@ -26,6 +26,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from rollout_service.config import OnActorFailure
@@ -33,6 +34,7 @@ from rollout_service.control import events
 from rollout_service.control.coordinator import FINISHED
 from rollout_service.control.messages import Role
 from rollout_service.control.roster import SILENT_PHASE
+from rollout_service.errors import ProtocolError
 from rollout_service.launch.children import Child, ChildEnded, Launcher, describe_exit, kill_with_descendants
 from rollout_service.launch.ending import EXIT_FAILED, PATIENCE, Ending, How
 from rollout_service.launch.guests import Guests
@@ -46,6 +48,8 @@ from rollout_service.observe.stragglers import AgeWatch, StragglerWatch, gone_wi
 
 STACK_DUMP_S: Final = 0.5
 """A stuck child gets this long to write its stacks before it is killed."""
+LAST_WORDS_S: Final = 2.0
+"""The service's thread gets this long to pass on what it has received; it is woken: a bound, not a wait."""
 START_DEADLINE_S: Final = 120.0
 """From a process start to an actor's JOIN or the learner's HELLO: importing torch, making envs. Longer is a hang."""
 
@@ -101,6 +105,7 @@ class Supervisor:
             self._look_at_guests()
             while self.ending is None or self._alive or self.guests:
                 self._turn()
+            self._hear_last_words()
         finally:
             self._kill_all()
         return self.ending
@@ -123,6 +128,14 @@ class Supervisor:
         if now - self._shown_at >= self.progress.interval_s:
             self._shown_at = now
             self.progress.show(self.metrics.summary(now))
+
+    def _hear_last_words(self) -> None:
+        """What the roles said before they left: an update that is in a checkpoint has to be in the log too."""
+        with suppress(TimeoutError, ProtocolError):
+            self.server.submit(lambda _coordinator, _now: []).result(LAST_WORDS_S)
+        with suppress(queue.Empty):
+            while True:
+                self._react(self.inbox.get_nowait())
 
     def _react(self, message: object) -> None:
         now = self.clock()

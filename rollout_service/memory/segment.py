@@ -219,6 +219,15 @@ class Segment:
         self._root: NDArray[np.uint8] | None = whole[header.payload_at]
         self._net = weakref.finalize(self, _let_go, name, lock, os.getpid()) if lock is not None else None
 
+    def share_with_group(self, group: int) -> None:
+        """Lets the members of a group (gid) read and write. Raises SegmentError if this user is not in it."""
+        path = SHARED_MEMORY / self.name
+        try:
+            os.chown(path, -1, group)
+            path.chmod(0o660)
+        except OSError as error:
+            raise SegmentError(f"cannot share {path} with group {group}: {error.strerror}") from None
+
     @classmethod
     def create(
         cls,

@@ -312,6 +312,10 @@ class RolloutMemory:
     def spec(self) -> bytes:
         return self._segment.spec
 
+    def share_with_group(self, group: int) -> None:
+        """Lets the members of a group (gid) read and write. Raises SegmentError if this user is not in it."""
+        self._segment.share_with_group(group)
+
     def array(self, field: str) -> Array:
         """View [S, E, T, *shape] or [S, E, *shape] of one field."""
         try:

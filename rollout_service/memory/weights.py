@@ -121,6 +121,10 @@ class WeightsMemory:
     def spec(self) -> bytes:
         return self._segment.spec
 
+    def share_with_group(self, group: int) -> None:
+        """Lets the members of a group (gid) read and write. Raises SegmentError if this user is not in it."""
+        self._segment.share_with_group(group)
+
     def newest_version(self) -> int:
         """Highest version in a closed bank, NOTHING_PUBLISHED without one. Proof of it is only a `load`."""
         return self._newest()[0]

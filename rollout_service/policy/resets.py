@@ -41,8 +41,6 @@ class ResetPlan:
     """int64 [P * n]: the env-major row (sequence * T + step) that each place holds; 0 where no real step is."""
     flags: Tensor
     """float32 [P, n, 1]: 1 wherever no real step is."""
-    inserted: Tensor
-    """int64 [P * n - n * T]: the places without a real step."""
     lengths: Tensor
     """int64 [n]: padded steps up to and with each sequence's last real one; P is the largest."""
 
@@ -79,7 +77,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """padded [P * n, H] -> [n * T, H]. Nothing goes back to a place without a real step."""
+    """padded [P * n, H] -> [n * T, H]. What goes back to a place without a real step ends there: its gates are shut."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, plan: ResetPlan) -> Tensor:
@@ -88,7 +86,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].index_select(0, ctx.plan.source).index_fill_(0, ctx.plan.inserted, 0.0), None
+        return gradients[0].index_select(0, ctx.plan.source), None
 
 
 def plan_resets(starts: Tensor) -> ResetPlan | None:
@@ -119,6 +117,5 @@ def lay_out(starts: Tensor) -> ResetPlan:
         real=real,
         source=source,
         flags=flags.view(padded_steps, num_rows, 1),
-        inserted=flags.nonzero().view(-1),
         lengths=num_steps + shift[:, -1],
     )

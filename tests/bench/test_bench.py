@@ -49,8 +49,8 @@ SUBJECTS_AT_TINY_SIZES: dict[str, tuple[Callable[[], Report], set[str]]] = {
         {"shared_us", "pickled_us", "shared_to_pickled"},
     ),
     "gae": (
-        lambda: gae.measure(2, sizes=((3, 8),)),
-        {"whole_us", "recursion_us", "naive_us", "whole_to_naive", "recursion_to_naive"},
+        lambda: gae.measure(2, sizes=((3, 8),), peer=False),
+        {"whole_us", "reference_us", "recursion_us", "naive_us", "whole_to_naive", "whole_to_reference"},
     ),
     "sequence": (
         lambda: sequence.measure(2, rows=(3,), steps=8, inputs=4, hidden_dim=4),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rollout_service.control import endpoints
+from rollout_service.control import endpoints, local_router
 from rollout_service.control.endpoints import (
     MAX_ENDPOINT_BYTES,
     SOCKET_PREFIX,
@@ -24,6 +24,7 @@ from rollout_service.control.endpoints import (
     socket_root,
     sweep_socket_directories,
 )
+from rollout_service.control.frames import MAGIC, framed
 from rollout_service.control.messages import MAX_MESSAGE_BYTES
 from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import ConfigError, ProtocolError
@@ -232,19 +233,101 @@ def test_an_oversized_message_cuts_off_its_sender_alone(pair: tuple[Router, Deal
     hostile.close()
 
 
-def test_a_message_of_many_frames_arrives_as_nothing(pair: tuple[Router, Dealer]) -> None:
-    router, dealer = pair
-    dealer._socket.send_multipart([b"a", b"b", b"c"])
-    assert [data for _, data in router.receive(DEADLINE_S)] == [b""]
-
-
 def test_a_peer_connects_before_there_is_a_service(endpoint: str) -> None:
     dealer = Dealer(endpoint)
     dealer.send(b"early")
     router = Router(endpoint)
+    assert dealer.receive(0.1) is None
     assert router.receive(DEADLINE_S)[0][1] == b"early"
     dealer.close()
     router.close()
+
+
+def test_a_peer_finds_the_service_again_after_it_was_started_anew(endpoint: str) -> None:
+    dealer = Dealer(endpoint)
+    identities = []
+    for word in (b"before", b"after"):
+        router = Router(endpoint)
+        peer, data = said(dealer, router, word)
+        identities.append(peer)
+        assert data == word
+        router.close()
+    assert identities[0] == identities[1]
+    dealer.close()
+
+
+def said(dealer: Dealer, router: Router, word: bytes) -> tuple[bytes, bytes]:
+    """What the router hears of a peer that repeats itself."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        dealer.send(word)
+        dealer.receive(0.02)
+        if heard := router.receive(0.0):
+            return heard[0]
+    raise AssertionError("nothing was heard")
+
+
+def test_long_messages_go_through_whole_and_in_order(pair: tuple[Router, Dealer]) -> None:
+    router, dealer = pair
+    sent = [bytes([number]) * (MAX_MESSAGE_BYTES - number) for number in range(4)]
+    for data in sent:
+        dealer.send(data)
+    heard: list[bytes] = []
+    peer = b""
+    while len(heard) < len(sent):
+        dealer.receive(0.0)
+        for peer, data in router.receive(0.05):
+            heard.append(data)
+    assert heard == sent
+    router.send(peer, sent[0])
+    answer = None
+    while answer is None:
+        router.receive(0.0)
+        answer = dealer.receive(0.05)
+    assert answer == sent[0]
+
+
+@pytest.mark.parametrize("words", [b"\xff" * 64, b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x04ping", b""])
+def test_whoever_is_no_peer_is_cut_off_and_counted(pair: tuple[Router, Dealer], endpoint: str, words: bytes) -> None:
+    router, dealer = pair
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(endpoint.removeprefix("ipc://"))
+        stranger.sendall(words)
+        stranger.shutdown(socket.SHUT_WR)
+        dealer.send(b"fine")
+        assert [data for _, data in router.receive(DEADLINE_S)] == [b"fine"]
+        assert router.receive(0.05) == []
+        stranger.settimeout(DEADLINE_S)
+        assert stranger.recv(1) == b""
+    assert router.counters["cut_off"] == bool(words)
+
+
+def test_a_crowd_of_strangers_leaves_room_for_those_who_are_at_work_and_for_a_newcomer(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_router, "MAX_CONNECTIONS", 20)
+    router, dealer = Router(endpoint), Dealer(endpoint)
+    dealer.send(b"first")
+    ((peer, _),) = router.receive(DEADLINE_S)
+    router.send(peer, b"welcome")
+    before = len(os.listdir("/proc/self/fd"))
+    crowd: list[socket.socket] = []
+    for _ in range(300):
+        crowd.append(socket.socket(socket.AF_UNIX))
+        crowd[-1].connect(endpoint.removeprefix("ipc://"))
+        crowd[-1].sendall(framed(MAGIC + os.urandom(16)))
+        router.receive(0.0)
+        router.receive(0.0)
+    assert len(os.listdir("/proc/self/fd")) - before <= len(crowd) + 20
+    newcomer = Dealer(endpoint)
+    newcomer.send(b"me too")
+    assert [data for _, data in router.receive(DEADLINE_S)] == [b"me too"]
+    dealer.send(b"still here")
+    assert router.receive(DEADLINE_S) == [(peer, b"still here")]
+    assert dealer.receive(DEADLINE_S) == b"welcome"
+    assert router.counters["turned_away"] > 250
+    for each in (dealer, newcomer, router, *crowd):
+        each.close()
 
 
 def test_an_endpoint_that_makes_no_sense_is_named() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_service.errors import OutOfRange
+from rollout_service.errors import ConfigError, OutOfRange
 from rollout_service.policy.acting import ActingPolicy, acts_in_numpy
 from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import Core, Leaf, PolicySpec, SpaceKind, Spaces
@@ -36,7 +36,7 @@ def both(spaces: Spaces, spec: PolicySpec, rows: int, seed: int = 3) -> tuple[Ac
         for name, buffer in module.named_buffers():
             if name.startswith("normalizers."):
                 buffer += torch.rand(buffer.shape, generator=generator, dtype=buffer.dtype)
-    acting = ActingPolicy(spaces, spec, rows)
+    acting = ActingPolicy(spaces, spec, rows, rows)
     acting.load_arrays(module.to_arrays())
     return module, acting
 
@@ -60,41 +60,70 @@ def test_many_steps_are_those_of_the_module(spaces: Spaces, spec: PolicySpec, ro
         observations = random_observations(spaces, rng, rows)
         noise = np.stack([acting.draw_noise(rng, 1)[0] for _ in range(rows)]) if t % 3 else None
         arrays = {name: tensor.numpy() for name, tensor in observations.items()}
-        entering = {name: tensor.numpy() for name, tensor in state.items()}
-        acted = acting.step(arrays, entering, noise)
+        if t == 6:  # what the owner writes is what the next step starts from
+            for name, tensor in state.items():
+                tensor[0] = 0
+                acting.state[name][0] = 0
+        values = np.zeros(rows, np.float32)
+        acting.values(arrays, range(rows), values)
+        acted = acting.step(arrays, noise)
+        assert acted.values.tobytes() == values.tobytes()
         expected = module.step(observations, state, None if noise is None else torch.from_numpy(noise))
         assert acted.actions.tolist() == expected.actions.tolist()
         np.testing.assert_allclose(acted.log_probs, expected.log_probs.numpy(), atol=ROUNDING)
         np.testing.assert_allclose(acted.values, expected.values.numpy(), atol=ROUNDING)
-        assert acted.state.keys() == expected.state.keys()
+        assert acting.state.keys() == expected.state.keys()
         for name, exiting in expected.state.items():
-            np.testing.assert_allclose(acted.state[name], exiting.numpy(), atol=ROUNDING)
-        values = acting.value(arrays, entering).copy()
-        np.testing.assert_allclose(values, module.value(observations, state).numpy(), atol=ROUNDING)
+            np.testing.assert_allclose(acting.state[name], exiting.numpy(), atol=ROUNDING)
         state = {name: exiting.clone() for name, exiting in expected.state.items()}
 
 
 def test_a_row_does_not_depend_on_the_other_rows() -> None:
-    _, acting = both(PLAIN, PolicySpec(hidden_dim=16), rows=4)
-    rng = np.random.default_rng(0)
-    observations = {name: tensor.numpy() for name, tensor in random_observations(PLAIN, rng, 4).items()}
-    state = {name: rng.standard_normal((4, 1, 16)).astype(np.float32) for name in ("hidden", "cell")}
-    before = acting.step(observations, state, None)
-    kept = before.log_probs[1], before.state["hidden"][1].copy()
-    observations["observations"][[0, 2, 3]] = 7.0
-    after = acting.step(observations, state, None)
-    assert after.log_probs[1] == kept[0]
-    assert (after.state["hidden"][1] == kept[1]).all()
+    results = []
+    for others in (0.5, 7.0):
+        _, acting = both(PLAIN, PolicySpec(hidden_dim=16), rows=4)
+        rng = np.random.default_rng(0)
+        observations = {name: tensor.numpy() for name, tensor in random_observations(PLAIN, rng, 4).items()}
+        observations["observations"][[0, 2, 3]] = others
+        for rows in acting.state.values():
+            rows[...] = rng.standard_normal(rows.shape)
+        acted = acting.step(observations, None)
+        results.append((acted.log_probs[1], acted.values[1], acting.state["hidden"][1].tobytes()))
+    assert results[0] == results[1]
 
 
-def test_neither_arguments_nor_a_scalar_type_are_touched() -> None:
+@pytest.mark.parametrize("spec", [PolicySpec(hidden_dim=20, num_layers=2), PolicySpec(core=Core.NONE)])
+def test_chunks_give_the_bits_of_policies_of_their_own(spec: PolicySpec) -> None:
+    module, _ = both(SEVERAL, spec, rows=6)
+    parts = [ActingPolicy(SEVERAL, spec, 2, 2) for _ in range(3)]
+    whole = ActingPolicy(SEVERAL, spec, 6, 2)
+    for acting in (whole, *parts):
+        acting.load_arrays(module.to_arrays())
+    rng = np.random.default_rng(5)
+    for _ in range(5):
+        observations = {name: tensor.numpy() for name, tensor in random_observations(SEVERAL, rng, 6).items()}
+        noise = whole.draw_noise(rng, 6)
+        acted = whole.step(observations, noise)
+        for k, part in enumerate(parts):
+            rows = slice(2 * k, 2 * k + 2)
+            alone = part.step({name: array[rows] for name, array in observations.items()}, noise[rows])
+            for name in ("actions", "log_probs", "values"):
+                assert getattr(alone, name).tobytes() == getattr(acted, name)[rows].tobytes()
+            for name, state in part.state.items():
+                assert state.tobytes() == whole.state[name][rows].tobytes()
+
+
+def test_rows_per_call_have_to_divide_the_envs() -> None:
+    with pytest.raises(ConfigError, match="envs_per_forward 4 does not divide the actor's 6 envs"):
+        ActingPolicy(PLAIN, PolicySpec(), 6, 4)
+
+
+def test_arguments_are_not_touched_and_actions_are_the_envs_own() -> None:
     _, acting = both(SYMBOLS, PolicySpec(hidden_dim=8), rows=2)
     observations = {"observations": np.array([2, 6])}
-    state = {name: np.ones((2, 1, 8), np.float32) for name in ("hidden", "cell")}
     noise = np.zeros((2, 3), np.float32)
-    acted = acting.step(observations, state, noise)
-    assert (state["hidden"] == 1).all()
-    assert (state["cell"] == 1).all()
+    acted = acting.step(observations, noise)
+    assert observations["observations"].tolist() == [2, 6]
     assert not noise.any()
     assert acted.actions.dtype == np.int64
     assert set(acted.actions.tolist()) <= {-1, 0, 1}

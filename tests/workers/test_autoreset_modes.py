@@ -18,11 +18,11 @@ import torch
 from learner import RecurrentRolloutBuffer
 from rollout_service.control.messages import Commit, Grant, StartFrom
 from rollout_service.errors import HandshakeRefused
+from rollout_service.policy.acting import Acted, ActingPolicy
 from rollout_service.recurrence import ended, warm_start
 from rollout_service.runspec import AutoresetMode, Vectorize
 from tests.workers.rig import Arrays, Rig, make_rig
 from workers.actor import Actor
-from workers.inference import Acted, Inference
 
 SINGLES = "tests.fixtures.envs"
 VECTORS = "tests.fixtures.vector_envs"
@@ -52,15 +52,15 @@ def tick_ways(**kwargs: Any) -> dict[str, dict[str, Any]]:
 @contextmanager
 def scripted_actions() -> Iterator[None]:
     """Noise that makes the action a function of the observation [episode, t]."""
-    step = Inference.step
+    step = ActingPolicy.step
 
-    def scripted(self: Inference, observations: Any, state: Any, noise: Any) -> Acted:
+    def scripted(self: ActingPolicy, observations: Any, noise: Any) -> Acted:
         episode, t = observations["observations"].astype(np.int64).T
         forced = np.zeros_like(noise)
         forced[np.arange(len(forced)), (episode + t) % 2] = 1e6
-        return step(self, observations, state, forced)
+        return step(self, observations, forced)
 
-    with mock.patch.object(Inference, "step", scripted):
+    with mock.patch.object(ActingPolicy, "step", scripted):
         yield
 
 

@@ -3,19 +3,18 @@ rollout, V of what follows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from rollout_service.control.messages import StartFrom
-from rollout_service.policy.acting import ActedRows
-from rollout_service.runspec import Spaces
+from rollout_service.policy.acting import ActingPolicy
 from tests.fixtures.envs import RandomTickEnv, SameArrayEnv, TickEnv
 from tests.workers.rig import Rig, make_rig
-from workers.inference import Inference
+from workers.inference import TorchPolicy
 
 
 def value_of(
@@ -73,41 +72,50 @@ def test_value_after_the_rollout_is_the_first_value_of_the_next_one() -> None:
     assert first["last_values"].tobytes() == second["values"][:, 0].tobytes()
 
 
-Array = np.ndarray[Any, Any]
+@pytest.mark.parametrize("kind", [ActingPolicy, TorchPolicy])
+def test_values_are_taken_of_the_named_envs_alone_and_leave_the_state_alone(
+    kind: type[ActingPolicy | TorchPolicy],
+) -> None:
+    with make_rig(envs=[TickEnv(9) for _ in range(6)], envs_per_actor=6, envs_per_forward=2) as rig:
+        policy = policy_of(kind, rig)
+        rng = np.random.default_rng(0)
+        observations = {"observations": rng.standard_normal((6, 2)).astype(np.float32)}
+        for rows in policy.state.values():
+            rows[...] = rng.standard_normal(rows.shape)
+        entering = {name: rows.copy() for name, rows in policy.state.items()}
+        out = np.full(6, -7, np.float32)
+        policy.values(observations, [3, 4], out)
+        expected = rig.policy.value(*({name: torch.tensor(rows) for name, rows in each.items()}
+                                      for each in (observations, entering)))  # fmt: skip
+        assert (out[[0, 1, 2, 5]] == -7).all()
+        np.testing.assert_allclose(out[3:5], expected[3:5], atol=2e-6)
+        for name, rows in entering.items():
+            assert (policy.state[name] == rows).all()
+        noise = np.zeros((6, 2), np.float32)
+        assert policy.step(observations, noise).values[3:5].tobytes() == out[3:5].tobytes()
+        assert not (policy.state["hidden"] == entering["hidden"]).any()
 
 
-class RecordingPolicy:
-    """Value = the observation's second entry + 100 * the state's only number; each step adds 1 to the state."""
+def test_only_chunks_with_a_named_env_are_run() -> None:
+    with make_rig(envs=[TickEnv(9) for _ in range(6)], envs_per_actor=6, envs_per_forward=2) as rig:
+        policy = TorchPolicy(rig.policy, rig.spec)
+        observations = {"observations": np.stack([np.zeros(6, np.float32), np.arange(6, dtype=np.float32)], axis=1)}
+        seen: list[list[float]] = []
 
-    def __init__(self) -> None:
-        self.value_rows: list[tuple[list[float], list[float]]] = []
+        def value(rows: dict[str, torch.Tensor], _: object) -> torch.Tensor:
+            seen.append(rows["observations"][:, 1].tolist())
+            return torch.zeros(2)
 
-    def step(self, observations: Mapping[str, Array], state: Mapping[str, Array], noise: Array) -> ActedRows:
-        rows = observations["observations"]
-        values = rows[:, 1] + 100 * state["hidden"][:, 0, 0]
-        return ActedRows(np.zeros(len(rows), np.int64), values * 0, values, {"hidden": state["hidden"] + 1})
-
-    def value(self, observations: Mapping[str, Array], state: Mapping[str, Array]) -> Array:
-        seen, held = observations["observations"][:, 1], state["hidden"][:, 0, 0]
-        self.value_rows.append((seen.tolist(), held.tolist()))
-        values: Array = seen + 100 * held
-        return values
+        with mock.patch.object(rig.policy, "value", value):
+            policy.values(observations, [3, 4], np.zeros(6, np.float32))
+    assert seen == [[2.0, 3.0], [4.0, 5.0]]
 
 
-def test_only_chunks_with_a_truncated_env_are_run_again(spaces_of_tick: Spaces) -> None:
-    policy = RecordingPolicy()
-    inference = Inference(policy, spaces_of_tick, {"hidden": (1, 1)}, num_envs=6, rows_per_forward=2, noise_shape=(2,))
-    observations = {"observations": np.stack([np.zeros(6, np.float32), np.arange(6, dtype=np.float32)], axis=1)}
-    state = {"hidden": np.arange(6, dtype=np.float32).reshape(6, 1, 1)}
-    out = np.full(6, -1, np.float32)
-    inference.values(observations, state, [3, 4], out)
-    assert policy.value_rows == [([2.0, 3.0], [2.0, 3.0]), ([4.0, 5.0], [4.0, 5.0])]
-    assert out.tolist() == [-1, -1, -1, 303, 404, -1]
-
-
-@pytest.fixture
-def spaces_of_tick() -> Spaces:
-    from rollout_service.envs.make import spaces_from_gymnasium
-
-    env = TickEnv()
-    return spaces_from_gymnasium(env.observation_space, env.action_space)
+def policy_of(kind: type[ActingPolicy | TorchPolicy], rig: Rig) -> ActingPolicy | TorchPolicy:
+    """A policy with the rig's weights, for all its envs."""
+    spec = rig.spec
+    if kind is TorchPolicy:
+        return TorchPolicy(rig.policy, spec)
+    acting = ActingPolicy(spec.spaces, spec.policy, spec.envs_per_actor, spec.envs_per_forward)
+    acting.load_arrays(rig.policy.to_arrays())
+    return acting

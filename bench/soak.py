@@ -1,0 +1,146 @@
+"""One long run that is left alone, and what its processes take meanwhile: memory, descriptors, threads, segments.
+
+`python -m bench.soak --seconds 1200`, or `make soak`. Results: bench/results/soak.json, and the same on standard
+output. The exit code is 1 if a process grew by more than GROWTH_LIMIT_MIB after its warm-up, or if the number of
+descriptors, threads or segments did not stay what it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from bench.faults import EXIT_CTRL_C, settings
+from bench.watched import Watch, WatchedRun, elapse, until
+from rollout_service.bench.report import surroundings
+
+RESULTS = Path(__file__).parent / "results" / "soak.json"
+COMMAND = "python -m bench.soak"
+ACTORS: Final = 2
+GROWTH_LIMIT_MIB: Final = 20.0
+WARM_UP_S: Final = 90.0
+WARM_UP_SHARE: Final = 0.5
+"""At most so much of a short run: caches and pools fill, windows of a minute too, and pages of shared memory are touched
+for the first time."""
+END_SHARE: Final = 0.1
+"""Growth is between the medians of so many of the remaining samples at either end."""
+SAMPLES: Final = 240
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one process has taken."""
+
+    rss_mib: float
+    descriptors: int
+    threads: int
+
+
+def soak(directory: Path, *, schedule: str, seconds: float, seed: int = 1) -> dict[str, Any]:
+    """One run of so many seconds. Figures, and `checks`: what must hold."""
+    words = (*settings(schedule, ACTORS), "--seed", str(seed), "--total-steps", str(10**9))
+    with WatchedRun(*words, directory=directory) as run:
+        with Watch(run.endpoint()) as watch:
+            until(lambda: watch.last and watch.last.all_there and watch.last.updates >= 2, "a run that runs")
+        # From here on without the watch: the service would serve it, and it is not what a run has.
+        names = _names(run)
+        taken: dict[str, list[Taken]] = {name: [] for name in names}
+        segments: list[int] = []
+        begin = time.monotonic()
+        for number in range(SAMPLES):
+            elapse(begin + number * seconds / SAMPLES - time.monotonic())
+            segments.append(len(run.segments()))
+            for name, process in names.items():
+                taken[name].append(_take(process))
+        same = _names(run) == names
+        run.service.signal_group(signal.SIGINT)
+        code = run.service.wait(60.0)
+        left, records = run.leftovers(), run.records()
+    warm_up = min(WARM_UP_SHARE, WARM_UP_S / seconds)
+    processes = {name: _figures(samples, warm_up) for name, samples in taken.items()}
+    checks = {
+        "no process was replaced": same,
+        f"no process grew by {GROWTH_LIMIT_MIB:g} MiB": all(
+            each["growth_mib"] < GROWTH_LIMIT_MIB for each in processes.values()
+        ),
+        "descriptors are constant": all(
+            each["descriptors"][0] == each["descriptors"][1] for each in processes.values()
+        ),
+        "threads are constant": all(each["threads"][0] == each["threads"][1] for each in processes.values()),
+        "segments are constant": len(set(segments)) == 1,
+        "Ctrl-C ends the run with its exit code": code == EXIT_CTRL_C,
+        "nothing is left": not left,
+    }
+    return {
+        "schedule": schedule,
+        "seconds": seconds,
+        "warm_up_seconds": round(warm_up * seconds, 1),
+        "updates": len(records),
+        "env_steps": int(records[-1]["env_steps"]),
+        "segments": segments[0],
+        "processes": processes,
+        "checks": checks,
+        "right": all(checks.values()),
+    }
+
+
+def _names(run: WatchedRun) -> dict[str, psutil.Process]:
+    actors = {f"actor {each.pid}": each for each in run.roles("workers")}
+    learner = {f"learner {each.pid}": each for each in run.roles("learner")}
+    return {f"service {run.pid}": psutil.Process(run.pid), **learner, **actors}
+
+
+def _take(process: psutil.Process) -> Taken:
+    with process.oneshot():
+        return Taken(process.memory_info().rss / 2**20, process.num_fds(), process.num_threads())
+
+
+def _figures(samples: Sequence[Taken], warm_up: float) -> dict[str, Any]:
+    """Of one process, once it is warm. warm_up: share of the samples that do not count."""
+    warm = samples[round(warm_up * len(samples)) :]
+    some = max(1, round(END_SHARE * len(warm)))
+    first, last = warm[:some], warm[-some:]
+    sizes = [statistics.median(each.rss_mib for each in part) for part in (first, last)]
+    return {
+        "rss_mib": [round(size, 2) for size in sizes],
+        "growth_mib": round(sizes[1] - sizes[0], 2),
+        "most_mib": round(max(each.rss_mib for each in samples), 2),
+        "descriptors": [steady(each.descriptors for each in part) for part in (first, last)],
+        "threads": [steady(each.threads for each in part) for part in (first, last)],
+    }
+
+
+def steady(counts: Iterable[int]) -> int:
+    """The fewest seen: files that are open for the instant of a write are in some samples and not in others."""
+    return min(counts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What a long run takes: memory, descriptors, threads, segments.")
+    parser.add_argument("--seconds", type=float, default=1200.0, metavar="S", help="default: 1200")
+    parser.add_argument("--schedule", choices=("streaming", "lockstep"), default="streaming", help="default: streaming")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where the figures go")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rs-soak-") as directory:
+        figures = soak(Path(directory), schedule=chosen.schedule, seconds=chosen.seconds)
+    command = " ".join([COMMAND, *sys.argv[1:]])
+    text = json.dumps({"command": command, **surroundings(), **figures}, indent=1, allow_nan=False)
+    chosen.results.parent.mkdir(parents=True, exist_ok=True)
+    chosen.results.write_text(text + "\n")
+    print(text)
+    return 0 if figures["right"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Short versions of `make chaos`: faults at random moments in one run, and runs that are stopped at one."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.faults import OTHERS_PER_KILL, plan, run_with_faults
+from bench.short_runs import run_and_stop, run_to_the_end
+
+
+def test_after_kills_of_actors_and_learner_the_account_closes_and_nothing_is_left(tmp_path: Path) -> None:
+    found = run_with_faults(
+        tmp_path, schedule="streaming", actors=2, seconds=4.0, kills=3, measured=0, seed=3, resume=False
+    )
+    assert [what for what, holds in found["checks"].items() if not holds] == []
+    assert found["kills"] == 3
+    assert found["faults"]["learner killed"] == 1
+    account = found["account"]
+    assert account["missing"] == 0
+    assert account["committed"] >= account["trained"] > 0
+    assert found["slots_checked"] > 0
+
+
+def test_runs_that_are_stopped_at_random_moments_end_with_a_code_and_leave_nothing(tmp_path: Path) -> None:
+    found = run_and_stop(tmp_path, 4, seed=1, longest_s=2.0)
+    assert found["problems"] == []
+    assert sum(found["exit_codes"].values()) == 4
+    assert found["exit_codes"]["SIGKILL: -9"] == 1
+
+
+def test_a_tiny_run_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
+    assert run_to_the_end(tmp_path, 1, bar_s=math.inf)["problems"] == []
+
+
+@pytest.mark.parametrize("kills", [20, 200])
+def test_a_plan_has_the_kills_it_was_asked_for_and_their_share_of_other_faults(kills: int) -> None:
+    faults = plan(random.Random(1), 600.0, kills)
+    kinds = [fault.kind for fault in faults]
+    assert kinds.count("killed") == kills
+    assert {kind: kinds.count(kind) for kind in OTHERS_PER_KILL} == {
+        kind: round(share * kills) for kind, share in OTHERS_PER_KILL.items()
+    }
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+    assert {fault.learner for fault in faults} == {True, False}
+    assert faults == plan(random.Random(1), 600.0, kills)

@@ -1,0 +1,42 @@
+"""An update whose PUBLISH is the last thing that a stopped learner sends is in the log as it is in the checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from rollout_service import checkpoint
+from tests.fixtures.machine import PROJECT, Service, eventually
+
+SLOW_SERVICE = """
+import sys, time
+if "train" in sys.orig_argv:
+    from rollout_service.launch import supervisor
+
+    react = supervisor.Supervisor._react
+
+    def slowly(self, message):
+        # Behind by a little with every event, as on a machine that is busy.
+        time.sleep(0.03)
+        react(self, message)
+
+    supervisor.Supervisor._react = slowly
+"""
+WORDS = (
+    *("--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3", "--num-actors", "1", "--envs-per-actor", "2"),
+    *("--num-steps", "8", "--hidden-dim", "8", "--epochs", "1", "--envs-per-minibatch", "2", "--max-policy-lag", "1"),
+    *("--total-steps", "10000000", "--run-dir", "run", "--no-tensorboard"),
+)
+
+
+def test_an_update_that_was_saved_at_the_end_is_in_the_log(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_SERVICE)
+    run_dir = tmp_path / "run"
+    with Service(*WORDS, cwd=tmp_path, PYTHONPATH=f"{PROJECT}:{tmp_path}") as service:
+        eventually(lambda: service.updates(run_dir) >= 20, 60.0, "twenty updates")
+        service.signal_group(signal.SIGINT)
+        assert service.wait(60.0) == 130, service.stderr()
+        logged = service.updates(run_dir)
+    newest = checkpoint.newest(run_dir).checkpoint
+    assert newest is not None
+    assert newest.manifest.update == logged
