@@ -32,6 +32,7 @@ SOCKET_PREFIX: Final = "rs-sock-"
 SOCKET_DIR_VARIABLE: Final = "ROLLOUT_SERVICE_SOCKET_DIR"
 """Environment variable that overrides where socket directories are made."""
 IPC: Final = "ipc://"
+TCP: Final = "tcp://"
 MAX_ENDPOINT_BYTES: Final = 100
 """sun_path holds 107 bytes on Linux and 103 on macOS, without "ipc://"; one limit with room for both."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rollout_service.control.coordinator import Coordinator, Effect, Notify, Send
 from rollout_service.control.events import Event, ServerFailed
-from rollout_service.control.messages import Batch, Refused, Stop, decode, encode
+from rollout_service.control.messages import Batch, Stop, decode, encode
 from rollout_service.control.transport import Router
 from rollout_service.errors import MessageRejected, ProtocolError, WaitTimedOut
 
@@ -140,7 +140,7 @@ class Server:
         for effect in effects:
             if isinstance(effect, Send) and type(effect.message) is not Batch:
                 message = effect.message
-                self._router.send(effect.peer, encode(message), refusal=type(message) is Refused)
+                self._router.send(effect.peer, encode(message))
         for effect in effects:
             if isinstance(effect, Notify):
                 self.events.put(effect.event)

@@ -1,7 +1,7 @@
 """The sockets of the control plane: a Router in the service, a Dealer in every peer, whatever the endpoint.
 
-    ipc://PATH          local_router, local_dealer     one machine, one user (or group): file modes say who
-    tcp://HOST:PORT     tcp                            ZeroMQ; keys say who
+    ipc://PATH          one machine, one user (or group): file modes say who
+    tcp://HOST:PORT     keys say who
 
 Who uses what: `server.Server` owns the Router, `client.Client` owns Dealers; nobody else sees a socket.
 
@@ -20,40 +20,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
-from rollout_service.control.endpoints import IPC, SocketAccess, check_endpoint
+from rollout_service.control.endpoints import IPC, TCP, SocketAccess, check_endpoint
 from rollout_service.control.keys import Keys
 from rollout_service.control.wakeup import Woken
+from rollout_service.control.zeromq import ZmqDealer, ZmqRouter
 from rollout_service.errors import ConfigError, ProtocolError
 
 POLL_SLICE_S: Final = 0.2
 """Longest sleep of a Dealer before it looks at its stop flag again, should a wake-up get lost."""
 MESSAGES_PER_RECEIVE: Final = 256
 """Bound of one Router.receive, so that a flood cannot keep the loop from its deadlines."""
-
-
-class RouterLine(Protocol):
-    """What a Router needs of the sockets below it."""
-
-    endpoint: str
-    counters: Counter[str]
-
-    def wake(self) -> None: ...
-    def receive(self, timeout_s: float, most: int) -> list[tuple[bytes, bytes]]: ...
-    def send(self, peer: bytes, data: bytes, *, refusal: bool) -> None: ...
-    def close(self, flush_s: float) -> None: ...
-
-
-class DealerLine(Protocol):
-    """What a Dealer needs of the sockets below it."""
-
-    def wake(self) -> None: ...
-    def send(self, data: bytes) -> None: ...
-    def take(self) -> bytes | None: ...
-    def wait(self, timeout_s: float) -> Woken: ...
-    def refusal(self) -> str: ...
-    def close(self, flush_s: float) -> None: ...
 
 
 class _Endpoint:
@@ -96,15 +74,7 @@ class Router(_Endpoint):
     ) -> None:
         check_endpoint(endpoint, allow_tcp=allow_tcp, authenticated=keys is not None)
         super().__init__()
-        self._line: RouterLine
-        if endpoint.startswith(IPC):
-            from rollout_service.control.local_router import LocalRouter
-
-            self._line = LocalRouter(endpoint, access or SocketAccess())
-        else:
-            from rollout_service.control.tcp import TcpRouter
-
-            self._line = TcpRouter(endpoint, keys)
+        self._line = ZmqRouter(endpoint, keys, access or SocketAccess())
         self.endpoint: str = self._line.endpoint
 
     @property
@@ -122,13 +92,10 @@ class Router(_Endpoint):
         self._check_process()
         return self._line.receive(timeout_s, MESSAGES_PER_RECEIVE)
 
-    def send(self, peer: bytes, data: bytes, *, refusal: bool = False) -> None:
-        """Hands a message to a peer; one that is gone, or too slow to read, loses it.
-
-        refusal: the peer is not welcome, and the first to go when there is no room.
-        """
+    def send(self, peer: bytes, data: bytes) -> None:
+        """Hands a message to a peer; one that is gone, or too slow to read, loses it."""
         self._check_process()
-        self._line.send(peer, data, refusal=refusal)
+        self._line.send(peer, data)
 
     def close(self, flush_s: float = 0.0) -> None:
         """Closes the socket; messages not yet handed to the kernel get up to flush_s seconds. Idempotent."""
@@ -144,17 +111,9 @@ class Dealer(_Endpoint):
 
     def __init__(self, endpoint: str, *, keys: Keys | None = None) -> None:
         super().__init__()
-        self._line: DealerLine
-        if endpoint.startswith(IPC):
-            from rollout_service.control.local_dealer import LocalDealer
-
-            self._line = LocalDealer(endpoint)
-        elif endpoint.startswith("tcp://"):
-            from rollout_service.control.tcp import TcpDealer
-
-            self._line = TcpDealer(endpoint, keys)
-        else:
+        if not endpoint.startswith((IPC, TCP)):
             raise ConfigError(f"cannot connect to {endpoint!r}: no endpoint; use ipc://PATH or tcp://HOST:PORT")
+        self._line = ZmqDealer(endpoint, keys)
 
     def wake(self) -> None:
         """Ends a `receive` that is waiting, or the next one. Safe from other threads and from signal handlers."""

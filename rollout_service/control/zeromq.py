@@ -1,6 +1,6 @@
-"""Sockets on tcp: ZeroMQ's Router and Dealer, encrypted and authenticated where there are keys. The only home of zmq.
+"""ZeroMQ's Router and Dealer, on one machine (ipc) or beyond (tcp, encrypted and authenticated where there are keys).
 
-Who uses it: `transport`, for tcp:// endpoints. With keys (CURVE) a service admits only clients whose public key it was
+Who uses it: `transport`; the only home of zmq. With keys (CURVE) a service admits only clients whose public key it was
 given, and a client talks only to the service whose public key it has; without keys there is no authentication at all,
 which is why endpoints beyond this machine need them (endpoints).
 
@@ -20,12 +20,14 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 import zmq
 import zmq.utils.monitor
 import zmq.utils.z85
 
+from rollout_service.control.endpoints import IPC, SocketAccess
 from rollout_service.control.keys import Keys
 from rollout_service.control.messages import MAX_MESSAGE_BYTES
 from rollout_service.control.wakeup import WakeUp, Woken
@@ -79,10 +81,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_contexts.forget_after_fork)
 
 
-class TcpRouter:
-    """Listens on a tcp endpoint. Raises ConfigError if that is taken. One thread, but for `wake`."""
+class ZmqRouter:
+    """Listens on an endpoint. Raises ConfigError if that is taken. One thread, but for `wake`."""
 
-    def __init__(self, endpoint: str, keys: Keys | None) -> None:
+    def __init__(self, endpoint: str, keys: Keys | None, access: SocketAccess) -> None:
         self.counters: Counter[str] = Counter()
         """Connections with `refused_keys`, and `failed_handshakes`: other or no encryption, or no ZeroMQ at all."""
         self._keys = keys
@@ -100,11 +102,16 @@ class TcpRouter:
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        before = os.umask(0o777 & ~access.socket_mode)  # the mode of an ipc socket's file
         try:
             self._socket.bind(endpoint)
+            if endpoint.startswith(IPC):
+                access.give_to_group(Path(endpoint.removeprefix(IPC)))
         except zmq.ZMQError as error:
             self.close(0.0)
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; is another service using it?") from None
+        finally:
+            os.umask(before)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -134,7 +141,7 @@ class TcpRouter:
             messages.append((frames[0], frames[1] if len(frames) == 2 else b""))
         return messages
 
-    def send(self, peer: bytes, data: bytes, *, refusal: bool) -> None:  # noqa: ARG002 (ZeroMQ keeps the connections)
+    def send(self, peer: bytes, data: bytes) -> None:
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart((peer, data), zmq.NOBLOCK)
 
@@ -150,8 +157,8 @@ class TcpRouter:
         self._wake.close()
 
 
-class TcpDealer:
-    """Connects to a tcp endpoint, now or once there is a service, and again whenever the connection is lost."""
+class ZmqDealer:
+    """Connects to an endpoint, now or once there is a service, and again whenever the connection is lost."""
 
     def __init__(self, endpoint: str, keys: Keys | None) -> None:
         if keys is not None:
@@ -171,7 +178,9 @@ class TcpDealer:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close(0.0)
-            raise ConfigError(f"cannot connect to {endpoint!r}: {error.strerror}; use tcp://HOST:PORT") from None
+            raise ConfigError(
+                f"cannot connect to {endpoint!r}: {error.strerror}; use ipc://PATH or tcp://HOST:PORT"
+            ) from None
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake.descriptor, zmq.POLLIN)
