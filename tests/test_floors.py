@@ -36,7 +36,7 @@ FLOORS: dict[str, int] = {
     "rollout_service.__main__": 10,
 }
 HOMES = {
-    "zmq": {"rollout_service/control/transport.py"},
+    "zmq": {"rollout_service/control/tcp.py"},
     "msgpack": {"rollout_service/control/messages.py"},
     "multiprocessing.shared_memory": {"rollout_service/memory/segment.py"},
 }

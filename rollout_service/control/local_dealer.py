@@ -62,6 +62,8 @@ class LocalDealer:
         if stream is None:
             return None
         try:
+            if stream.output:
+                stream.flush()
             if (data := stream.input.take()) is not None:
                 return data
             if not stream.read():
@@ -69,7 +71,7 @@ class LocalDealer:
                 self._lose(stream)
                 return data
             return stream.input.take()
-        except MessageRejected:
+        except (MessageRejected, OSError):
             self._lose(stream)
             return None
 

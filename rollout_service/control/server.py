@@ -140,7 +140,10 @@ class Server:
         for effect in effects:
             if isinstance(effect, Send) and type(effect.message) is not Batch:
                 message = effect.message
-                self._router.send(effect.peer, encode(message), refusal=type(message) is Refused)
+                if type(message) is Refused:
+                    self._router.send(effect.peer, encode(message), refusal=True)
+                else:
+                    self._router.send(effect.peer, encode(message))
         for effect in effects:
             if isinstance(effect, Notify):
                 self.events.put(effect.event)

@@ -276,7 +276,8 @@ def test_long_messages_go_through_whole_and_in_order(pair: tuple[Router, Dealer]
     peer = b""
     while len(heard) < len(sent):
         dealer.receive(0.0)
-        for peer, data in router.receive(0.05):
+        for sender, data in router.receive(0.05):
+            peer = sender
             heard.append(data)
     assert heard == sent
     router.send(peer, sent[0])
