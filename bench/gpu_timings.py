@@ -1,7 +1,7 @@
 """Timings on a GPU against the CPU beside it: upload, advantages, batch, update; device memory of an update.
 
-Every timed side ends with the device idle. On a CPU, where `--rehearse` runs them, the sides mean nothing. Sizes are those
-of `rollout_service.bench.rig`: 64 floats of observation, LSTM 128, T = 128.
+Every timed side ends with the device idle. On a CPU, where `--rehearse` runs them, the figures mean nothing. Sizes are
+those of `rollout_service.bench.rig`: 64 floats of observation, LSTM 128, T = 128.
 
 Axis letters: N envs, T steps.
 """

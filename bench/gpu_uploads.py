@@ -71,7 +71,7 @@ def flat_fields(batch: SequenceBatch) -> dict[str, Tensor]:
 def filled_memory(
     *, envs: int = 8, steps: int = 64, spaces: Spaces | None = None, slots: int = 3
 ) -> Iterator[RolloutMemory]:
-    """Slots full of noise. Observations other than one plain array of floats stay as they are, and must not be floats."""
+    """Slots full of noise. Observations other than one plain array of floats stay as they are: no floats, please."""
     fields = rollout_fields(spaces or null_spaces(), STATE)
     with RolloutMemory.create(fields, num_slots=slots, envs_per_slot=envs, num_steps=steps) as memory:
         for slot in range(slots):

@@ -36,7 +36,7 @@ FLOORS: dict[str, int] = {
     "rollout_service.__main__": 10,
 }
 HOMES = {
-    "zmq": {"rollout_service/control/zeromq.py", "rollout_service/control/keys.py"},
+    "zmq": {"rollout_service/control/zeromq.py"},
     "msgpack": {"rollout_service/control/messages.py"},
     "multiprocessing.shared_memory": {"rollout_service/memory/segment.py"},
 }

@@ -49,19 +49,20 @@ class LiveState:
 
     def restart(self) -> None:
         """Zero state and carry 1 in every env."""
-        self.begin_episodes(slice(None))
+        self.begin_episodes(range(len(self.carry)))
         self.carry[...] = 1.0
 
-    def begin_episodes(self, envs: Sequence[int] | slice | NDArray[np.bool_]) -> None:
+    def begin_episodes(self, envs: Sequence[int]) -> None:
         """Zero state in these envs."""
         for rows in self.state.values():
-            rows[envs] = 0.0
+            for e in envs:  # few: one by one they take a fifth of the time of an index array
+                rows[e] = 0.0
 
     def settle(self, outcome: StepOutcome) -> None:
         """End a lease after this step: zero state and carry 1 where its row ended."""
         over = ended(outcome.terminated, outcome.truncated, outcome.valid)
         self.carry[...] = over
-        self.begin_episodes(over)
+        self.begin_episodes(np.flatnonzero(over).tolist())
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ def collect(
     env_seconds = clock() - began
     seen = copied(live.observations, slot.observation_rows(0))
     for t in range(slot.num_steps):
-        if starting:
-            live.begin_episodes(starting)
+        live.begin_episodes(starting)
         slot.write_state(t, live.state)
         for name in live.state if envs.fillers else ():
             slot.arrays[name][envs.fillers, t] = 0.0
@@ -127,10 +127,8 @@ def collect(
             rewards=outcome.rewards,
             values=acted.values,
             log_probs=acted.log_probs,
-            terminated=outcome.terminated,
-            truncated=outcome.truncated,
-            truncation_values=final_values(outcome, acted, policy, truncation_values) if outcome.ended_envs else None,
             valid=outcome.valid,
+            **(ends_of(outcome, acted, policy, truncation_values) if outcome.ended_envs else {}),
         )
         episodes += outcome.episodes
         starting, deferred = outcome.starting_envs, outcome.deferred_envs
@@ -161,18 +159,19 @@ def collect(
     )
 
 
-def final_values(outcome: StepOutcome, acted: Acted, policy: Policy, out: Array) -> Array:
-    """Truncation values of this step's ended rows into out [E], NaN elsewhere and where they come later (deferred).
+def ends_of(outcome: StepOutcome, acted: Acted, policy: Policy, values: Array) -> dict[str, Array]:
+    """Flags and truncation values of a step in which episodes ended, as `write_transition` takes them.
 
-    The policy's state is the one that EXITS the step. Without a final observation V(s_t) stands in: the value of the
-    state the episode was cut off after.
+    Values into `values` [E]: of truncated rows, NaN elsewhere and where they come later (deferred). The policy's state
+    is the one that EXITS the step. Without a final observation V(s_t) stands in: the value of the state the episode was
+    cut off after.
     """
-    out[...] = np.nan
+    values.fill(np.nan)
     if outcome.truncated_envs:
-        policy.values(outcome.final_observations, outcome.truncated_envs, out)
+        policy.values(outcome.final_observations, outcome.truncated_envs, values)
     if outcome.blind_envs:
-        out[outcome.blind_envs] = acted.values[outcome.blind_envs]
-    return out
+        values[outcome.blind_envs] = acted.values[outcome.blind_envs]
+    return {"terminated": outcome.terminated, "truncated": outcome.truncated, "truncation_values": values}
 
 
 def copied(rows: Mapping[str, Array], into: Mapping[str, Array]) -> Mapping[str, Array]:

@@ -14,6 +14,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -73,19 +74,15 @@ class Keys(BaseModel):
             raise ConfigError(f"{path} is no key file ({what}); make one with keygen") from None
         if keys.kind == "client" and keys.service is None:
             raise ConfigError(f"{path} names no service: a client's key file needs the service's public key")
-        require_curve()
+        _curve().require_curve()
         return keys
 
 
-def require_curve() -> None:
-    """Raises ConfigError where ZeroMQ was built without encryption."""
-    import zmq
+def _curve() -> ModuleType:
+    """Imported late: whoever only listens on ipc does not wait for ZeroMQ."""
+    from rollout_service.control import zeromq
 
-    if not zmq.has("curve"):
-        raise ConfigError(
-            f"this pyzmq {zmq.__version__} was built without CURVE (libsodium), which keys need; install pyzmq's own "
-            "wheel from PyPI, or use an ipc:// endpoint"
-        )
+    return tcp
 
 
 def generate(directory: Path, *, force: bool = False) -> tuple[Path, Path]:
@@ -93,14 +90,12 @@ def generate(directory: Path, *, force: bool = False) -> tuple[Path, Path]:
 
     Raises ConfigError if one of the files exists, unless `force`: whoever has the old ones is shut out by new ones.
     """
-    require_curve()
-    import zmq
-
+    _curve().require_curve()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths = directory / SERVICE_FILE, directory / CLIENT_FILE
     if not force and (there := [str(path) for path in paths if path.exists() or path.is_symlink()]):
         raise ConfigError(f"{' and '.join(there)} exist; choose another directory, or --force to replace both keys")
-    (service, service_secret), (client, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    (service, service_secret), (client, client_secret) = _curve().key_pair(), _curve().key_pair()
     own = Keys(kind="service", public=service, secret=service_secret, clients=(client,))
     theirs = Keys(kind="client", public=client, secret=client_secret, service=service)
     for path, keys in zip(paths, (own, theirs), strict=True):

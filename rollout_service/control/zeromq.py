@@ -251,6 +251,20 @@ class _Gate:
             self.socket.send_multipart([asker, empty, version, request, *verdict, b"", b""])
 
 
+def require_curve() -> None:
+    """Raises ConfigError where ZeroMQ was built without encryption."""
+    if not zmq.has("curve"):
+        raise ConfigError(
+            f"this pyzmq {zmq.__version__} was built without CURVE (libsodium), which keys need; install pyzmq's own "
+            "wheel from PyPI, or use an ipc:// endpoint"
+        )
+
+
+def key_pair() -> tuple[bytes, bytes]:
+    """A new pair, public and secret, in Z85."""
+    return zmq.curve_keypair()
+
+
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)

@@ -154,24 +154,27 @@ class SlotWriter:
         rewards: Any,
         values: Any,
         log_probs: Any,
-        terminated: Any,
-        truncated: Any,
+        terminated: Any = None,
+        truncated: Any = None,
         truncation_values: Any = None,
         valid: Any = True,
         envs: Envs = ALL_ENVS,
     ) -> None:
         """Record step t. actions: [E, *shape], all others [E] or a scalar, or what `envs` selects.
 
-        truncation_values: V(final observation) where truncated and not terminated; elsewhere, and without one, NaN.
+        terminated, truncated: both, or neither where nothing ended in a row that is written for the first time since
+        `open`: most steps end nothing, and what says so stands there already. truncation_values: V(final observation)
+        where truncated and not terminated; elsewhere, and without one, NaN.
         """
         self._actions[envs, t] = actions
         self._rewards[envs, t] = rewards
         self._values[envs, t] = values
         self._log_probs[envs, t] = log_probs
-        self._terminated[envs, t] = terminated
-        self._truncated[envs, t] = truncated
-        self._truncation_values[envs, t] = np.nan if truncation_values is None else truncation_values
         self._valid[envs, t] = valid
+        if terminated is not None:
+            self._terminated[envs, t] = terminated
+            self._truncated[envs, t] = truncated
+            self._truncation_values[envs, t] = np.nan if truncation_values is None else truncation_values
 
     def close(self, valid_steps: int, *, last_values: Any, final_state: Mapping[str, Array]) -> None:
         """End the lease after `valid_steps` (K) steps.
@@ -195,11 +198,11 @@ class SlotWriter:
     def _check_complete(self, valid_steps: int) -> None:
         rows = np.s_[:, :valid_steps]
         for name in self._finite_everywhere:
-            if not (finite := np.isfinite(self.arrays[name][rows])).all():
-                self._refuse_step(name, finite)
+            if not all_finite(written := self.arrays[name][rows]):
+                self._refuse_step(name, np.isfinite(written))
         for name in self._finite_where_valid:
-            if not (finite := np.isfinite(self.arrays[name][rows])).all():
-                invalid = self._valid[rows] == 0
+            if not all_finite(written := self.arrays[name][rows]):
+                finite, invalid = np.isfinite(written), self._valid[rows] == 0
                 self._refuse_step(name, finite | invalid.reshape(*invalid.shape, *[1] * (finite.ndim - 2)))
         # A missing truncation value (NaN) is for GAE to judge, which knows the rule; an infinite one is wrong in any.
         if (infinite := np.isinf(self._truncation_values[rows])).any():
@@ -229,6 +232,15 @@ class SlotWriter:
 
     def __repr__(self) -> str:
         return f"SlotWriter(slot {self.slot}, {self.num_envs} envs x {self.num_steps} steps)"
+
+
+def all_finite(values: Array) -> bool:
+    """Whether no NaN and no infinity is among these numbers, of which there is one at least.
+
+    Without a temporary array, whose fresh pages cost several times as much as the look at the numbers.
+    """
+    # A NaN is what either of the two then is, and not below or above anything.
+    return bool(np.min(values) > -np.inf and np.max(values) < np.inf)
 
 
 class RolloutMemory:
