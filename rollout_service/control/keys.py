@@ -80,7 +80,6 @@ class Keys(BaseModel):
 
 def _curve() -> ModuleType:
     """Imported late: whoever only listens on ipc does not wait for ZeroMQ."""
-    from rollout_service.control import zeromq
 
     return tcp
 
