@@ -79,9 +79,10 @@ class Keys(BaseModel):
 
 
 def _curve() -> ModuleType:
-    """Imported late: whoever only listens on ipc does not wait for ZeroMQ."""
+    """Imported late: it reads keys itself."""
+    from rollout_service.control import zeromq
 
-    return tcp
+    return zeromq
 
 
 def generate(directory: Path, *, force: bool = False) -> tuple[Path, Path]:
