@@ -31,8 +31,7 @@ ACTORS: Final = 2
 GROWTH_LIMIT_MIB: Final = 20.0
 WARM_UP_S: Final = 90.0
 WARM_UP_SHARE: Final = 0.5
-"""At most so much of a short run: caches and pools fill, windows of a minute too, and pages of shared memory are
-touched for the first time."""
+"""At most so much of a short run. Caches, pools and windows of a minute fill, pages are touched first."""
 END_SHARE: Final = 0.1
 """Growth is between the medians of so many of the remaining samples at either end."""
 SAMPLES: Final = 240

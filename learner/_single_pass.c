@@ -7,9 +7,10 @@
    One env's recursion is a chain: every step waits for the one before it. So GROUP envs go back through time together,
    CHUNK columns at a time, in three turns over the chunk:
 
-       prepare   per env, forwards, in vectors: increment = r * scale + gamma * next - v, decay = gamma * lambda, as if
-                 every row were in the middle of an episode; then one by one the rows that are not (ends, fillers, K-1)
-       recur     all envs of the group, backwards: a = increment + decay * a
+       prepare   per env, forwards, in vectors: increment = r * scale + gamma * next - v, as if every row were in the
+                 middle of an episode; then one by one the special rows that are not (ends, fillers, K-1), whose decay
+                 may be 0
+       recur     all envs of the group, backwards, several to a vector: a = increment + decay * a
        deliver   per env, forwards, in vectors: advantages = a, returns = a + v, as floats
 
    Axis letters: N envs, T columns, K valid steps of an env. Nothing from row K on is read or written.
@@ -23,8 +24,9 @@
 #include <string.h>
 
 enum {
-    GROUP = 8,   /* chains in flight: enough to hide the latency of a multiplication and an addition */
+    GROUP = 16,  /* chains in flight: enough to hide the latency of a multiplication and an addition */
     CHUNK = 512, /* columns: long runs of memory, and a scratch that stays in the second-level cache */
+    LANES = 4,   /* chains in one vector */
     PAD = 8,     /* keeps equal columns of the group's scratch rows in different cache sets */
     WORD = 8     /* flags looked at together */
 };
@@ -32,6 +34,7 @@ enum {
 /* The inner loops are compiled for wider vectors too; the right one is chosen when the module is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #if __GNUC__ >= 12
+#define SHUFFLES
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
 #endif
@@ -40,10 +43,25 @@ enum {
 #endif
 #if defined(__GNUC__)
 #define INLINE static inline __attribute__((always_inline))
-#define PREFETCH(address) __builtin_prefetch(address)
 #else
 #define INLINE static inline
-#define PREFETCH(address) ((void)0)
+#endif
+
+#ifdef SHUFFLES
+typedef double Lanes __attribute__((vector_size(LANES * sizeof(double))));
+typedef int64_t Places __attribute__((vector_size(LANES * sizeof(int64_t))));
+
+/* Rows become columns. */
+INLINE void transpose(Lanes *tile)
+{
+    const Places even = {0, 4, 2, 6}, uneven = {1, 5, 3, 7}, low = {0, 1, 4, 5}, high = {2, 3, 6, 7};
+    Lanes a = __builtin_shuffle(tile[0], tile[1], even), b = __builtin_shuffle(tile[0], tile[1], uneven);
+    Lanes c = __builtin_shuffle(tile[2], tile[3], even), d = __builtin_shuffle(tile[2], tile[3], uneven);
+    tile[0] = __builtin_shuffle(a, c, low);
+    tile[1] = __builtin_shuffle(b, d, low);
+    tile[2] = __builtin_shuffle(a, c, high);
+    tile[3] = __builtin_shuffle(b, d, high);
+}
 #endif
 
 typedef struct {
@@ -91,19 +109,34 @@ INLINE void prepare_row(const Env *env, Py_ssize_t t, const Rule *rule, double *
         *decay = rule->decay;
 }
 
-/* What a group works on. Kept from group to group: between chunks every decay is gamma * lambda. */
+/* What a group works on. Between chunks every decay is gamma * lambda. */
 typedef struct {
-    double increments[GROUP][CHUNK + PAD], decays[GROUP][CHUNK + PAD];
-    uint16_t odd[GROUP][CHUNK]; /* per env, the columns that are not plain rows in the middle of an episode */
-    int num_odd[GROUP];
+    double increments[GROUP][CHUNK + PAD], decays[CHUNK][GROUP];
+    uint16_t special[GROUP][CHUNK]; /* per env, the columns that are not plain rows in the middle of an episode */
+    int num_special[GROUP];
 } Scratch;
 
-/* Rows begin .. begin + count - 1 of env e of the group, all of them < K. Says whether all of them are finite; a filler
-   whose log-prob is not finite is taken for a bad row, the reference knows better. */
+/* An exponent of all ones is an infinity or a NaN. */
+INLINE bool odd_float(const float *number)
+{
+    uint32_t bits;
+    memcpy(&bits, number, sizeof bits);
+    return (bits & UINT32_C(0x7f800000)) == UINT32_C(0x7f800000);
+}
+
+INLINE bool odd_double(const double *number)
+{
+    uint64_t bits;
+    memcpy(&bits, number, sizeof bits);
+    return (bits & UINT64_C(0x7ff0000000000000)) == UINT64_C(0x7ff0000000000000);
+}
+
+/* Rows begin .. begin + count - 1 of env e of the group, all of them < K. False if a log-prob is not finite; that of a
+   filler counts too, the reference knows better. */
 INLINE bool prepare(const Env *env, Py_ssize_t begin, int count, const Rule *rule, Scratch *scratch, int e)
 {
-    double *restrict increments = scratch->increments[e], *restrict decays = scratch->decays[e];
-    uint16_t *restrict odd = scratch->odd[e];
+    double *restrict increments = scratch->increments[e];
+    uint16_t *restrict special = scratch->special[e];
     const uint8_t *terminated = env->terminated + begin, *truncated = env->truncated + begin;
     const uint8_t *valid = env->valid + begin;
     const float *restrict rewards = env->rewards + begin, *restrict values = env->values + begin;
@@ -111,56 +144,89 @@ INLINE bool prepare(const Env *env, Py_ssize_t begin, int count, const Rule *rul
     const double gamma = rule->gamma, scale = rule->reward_scale;
     /* Whole words of rows that have a row after them. */
     Py_ssize_t after = env->steps - 1 - begin;
-    int bulk = (int)(count < after ? count : after) / WORD * WORD, num_odd = 0;
-
-    for (int t = 0; t < bulk; t += WORD)
-        if (word(terminated + t) | word(truncated + t) | (word(valid + t) ^ UINT64_C(0x0101010101010101)))
-            for (int u = t; u < t + WORD; u++) {
-                odd[num_odd] = (uint16_t)u;
-                num_odd += (terminated[u] | truncated[u] | !valid[u]) != 0;
-                if (truncated[u])
-                    PREFETCH(env->truncation_values + begin + u);
-            }
-    for (int t = bulk; t < count; t++)
-        odd[num_odd++] = (uint16_t)t;
-    scratch->num_odd[e] = num_odd;
+    int bulk = (int)(count < after ? count : after) / WORD * WORD, num_special = 0;
+    uint8_t flagged[CHUNK];
 
     for (int t = 0; t < bulk; t++)
-        increments[t] = (double)rewards[t] * scale + gamma * (double)values[t + 1] - (double)values[t];
-    for (int i = 0; i < num_odd; i++)
-        prepare_row(env, begin + odd[i], rule, increments + odd[i], decays + odd[i]);
+        flagged[t] = terminated[t] | truncated[t] | (valid[t] ^ 1);
+    for (int t = 0; t < bulk; t += WORD)
+        if (word(flagged + t))
+            for (int u = t; u < t + WORD; u++) {
+                special[num_special] = (uint16_t)u;
+                num_special += flagged[u] != 0;
+            }
+    for (int t = bulk; t < count; t++)
+        special[num_special++] = (uint16_t)t;
+    scratch->num_special[e] = num_special;
 
-    /* An exponent of all ones is an infinity or a NaN, and any of those in a row makes its increment one. */
-    uint32_t odd_log_prob = 0;
-    for (int t = 0; t < count; t++) {
-        uint32_t bits;
-        memcpy(&bits, log_probs + t, sizeof bits);
-        odd_log_prob |= (bits & UINT32_C(0x7f800000)) == UINT32_C(0x7f800000);
+    uint32_t odd = 0;
+    for (int t = 0; t < bulk; t++) {
+        odd |= odd_float(log_probs + t);
+        increments[t] = (double)rewards[t] * scale + gamma * (double)values[t + 1] - (double)values[t];
     }
-    uint64_t odd_increment = 0;
-    for (int t = 0; t < count; t++) {
-        uint64_t bits;
-        memcpy(&bits, increments + t, sizeof bits);
-        odd_increment |= (bits & UINT64_C(0x7ff0000000000000)) == UINT64_C(0x7ff0000000000000);
-    }
-    return !odd_log_prob && !odd_increment;
+    for (int t = bulk; t < count; t++)
+        odd |= odd_float(log_probs + t);
+    for (int i = 0; i < num_special; i++)
+        prepare_row(env, begin + special[i], rule, increments + special[i], &scratch->decays[special[i]][e]);
+    return !odd;
 }
 
-INLINE void deliver(const Env *env, Py_ssize_t begin, int count, const Rule *rule, Scratch *scratch, int e)
+/* All chains of the group, from the last column to the first; increments become links. */
+INLINE void recur(Scratch *scratch, int columns, double *chain)
+{
+    int t = columns;
+#ifdef SHUFFLES
+    int rest = columns % LANES;
+#else
+    int rest = columns;
+#endif
+    for (; rest > 0; rest--) {
+        t--;
+        for (int e = 0; e < GROUP; e++)
+            scratch->increments[e][t] = chain[e] = scratch->increments[e][t] + scratch->decays[t][e] * chain[e];
+    }
+#ifdef SHUFFLES
+    Lanes links[GROUP / LANES];
+    memcpy(links, chain, sizeof links);
+    while (t > 0) {
+        t -= LANES;
+        for (int g = 0; g < GROUP / LANES; g++) {
+            Lanes tile[LANES], decay;
+            for (int e = 0; e < LANES; e++)
+                memcpy(&tile[e], &scratch->increments[g * LANES + e][t], sizeof tile[e]);
+            transpose(tile);
+            for (int c = LANES - 1; c >= 0; c--) {
+                memcpy(&decay, &scratch->decays[t + c][g * LANES], sizeof decay);
+                tile[c] = links[g] = tile[c] + decay * links[g];
+            }
+            transpose(tile);
+            for (int e = 0; e < LANES; e++)
+                memcpy(&scratch->increments[g * LANES + e][t], &tile[e], sizeof tile[e]);
+        }
+    }
+    memcpy(chain, links, sizeof links);
+#endif
+}
+
+/* The rows that were prepared. False if one of them is not finite: its increment was not, so its link is not. */
+INLINE bool deliver(const Env *env, Py_ssize_t begin, int count, const Rule *rule, Scratch *scratch, int e)
 {
     float *restrict advantages = env->advantages + begin, *restrict returns = env->returns + begin;
     const float *restrict values = env->values + begin;
     const double *restrict chain = scratch->increments[e];
-    for (int t = 0; t < count; t++)
+    uint64_t odd = 0;
+    for (int t = 0; t < count; t++) {
+        odd |= odd_double(chain + t);
         advantages[t] = (float)chain[t];
-    for (int t = 0; t < count; t++)
         returns[t] = (float)(chain[t] + (double)values[t]);
-    for (int i = 0; i < scratch->num_odd[e]; i++) {
-        int t = scratch->odd[e][i];
+    }
+    for (int i = 0; i < scratch->num_special[e]; i++) {
+        int t = scratch->special[e][i];
         if (!env->valid[begin + t])
             returns[t] = 0.0f;
-        scratch->decays[e][t] = rule->decay;
+        scratch->decays[t][e] = rule->decay;
     }
+    return !odd;
 }
 
 /* A group of envs over all columns. */
@@ -182,13 +248,10 @@ FOR_EACH_PROCESSOR static bool estimate(const Env *envs, int num_envs, const Rul
             for (int t = counts[e]; t < columns; t++)
                 scratch->increments[e][t] = 0.0;
         }
-        for (int t = columns - 1; t >= 0; t--)
-            for (int e = 0; e < GROUP; e++)
-                scratch->increments[e][t] = chain[e] =
-                    scratch->increments[e][t] + scratch->decays[e][t] * chain[e];
+        recur(scratch, columns, chain);
         for (int e = 0; e < GROUP; e++)
             if (counts[e] > 0)
-                deliver(envs + e, begin, counts[e], rule, scratch, e);
+                sound &= deliver(envs + e, begin, counts[e], rule, scratch, e);
     }
     return sound;
 }
@@ -219,13 +282,13 @@ static bool readable(const Py_buffer *view, int which, Py_ssize_t num_envs, Py_s
     return view->ndim == 2 && view->shape[1] == columns && (view->strides[1] == SIZES[which] || columns < 2);
 }
 
-static bool every_group(const Py_buffer *views, Py_ssize_t num_envs, const Rule *rule)
+static bool every_group(const Py_buffer *views, Py_ssize_t num_envs, Py_ssize_t columns, const Rule *rule)
 {
     bool sound = true;
     Scratch scratch;
     for (int e = 0; e < GROUP; e++)
-        for (int t = 0; t < CHUNK; t++)
-            scratch.decays[e][t] = rule->decay;
+        for (int t = 0; t < CHUNK && t < columns; t++)
+            scratch.decays[t][e] = rule->decay;
     for (Py_ssize_t first = 0; first < num_envs; first += GROUP) {
         Env envs[GROUP];
         int count = (int)(num_envs - first < GROUP ? num_envs - first : GROUP);
@@ -276,7 +339,7 @@ static PyObject *py_estimate(PyObject *module, PyObject *arguments)
     }
     if (fit) {
         Py_BEGIN_ALLOW_THREADS
-        fit = every_group(views, num_envs, &rule);
+        fit = every_group(views, num_envs, columns, &rule);
         Py_END_ALLOW_THREADS
     }
     answer = PyBool_FromLong(fit);

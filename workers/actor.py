@@ -11,11 +11,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from rollout_service.control.messages import Commit, Episode, Grant, Join, StartFrom
+from rollout_service.control.messages import Commit, Grant, Join, StartFrom
 from rollout_service.envs.opening import open_envs
 from rollout_service.envs.protocol import FinishedEpisode, Pulse, Silent
 from rollout_service.envs.seeding import Purpose, reset_seed
@@ -115,15 +115,18 @@ class Actor:
         reported = collected.episodes[-EPISODES_PER_COMMIT:]
         counters["episodes_not_reported"] = len(collected.episodes) - len(reported)
         counters["truncations_without_final_obs"] = collected.blind_truncations
-        return Commit(
-            slot=grant.slot,
-            epoch=grant.epoch,
-            valid_steps=collected.valid_steps,
-            version=version,
-            env_steps=collected.env_steps,
-            episodes=tuple(map(_for_the_wire, reported)),
-            seconds={"prepare": prepared - began, **collected.seconds},
-            counters={name: count for name, count in counters.items() if count},
+        # As plain values, which are validated all at once: Episode by Episode takes twice as long.
+        return Commit.model_validate(
+            {
+                "slot": grant.slot,
+                "epoch": grant.epoch,
+                "valid_steps": collected.valid_steps,
+                "version": version,
+                "env_steps": collected.env_steps,
+                "episodes": tuple(map(_plain, reported)),
+                "seconds": {"prepare": prepared - began, **collected.seconds},
+                "counters": {name: count for name, count in counters.items() if count},
+            }
         )
 
     def close(self) -> None:
@@ -178,12 +181,12 @@ class Actor:
         return [reset_seed(self._spec.seed, Purpose.ENV, env, self.incarnation, update) for env in self._env_ids]
 
 
-def _for_the_wire(episode: FinishedEpisode) -> Episode:
-    """Not validated: this process made it, and with short episodes that would take longer than the rest of a commit."""
-    return Episode.model_construct(
-        env=episode.env,
-        total_reward=float(episode.total_reward),
-        length=int(episode.length),
-        success=None if episode.success is None else bool(episode.success),
-        truncated=bool(episode.truncated),
-    )
+def _plain(episode: FinishedEpisode) -> dict[str, Any]:
+    """The fields of an Episode."""
+    return {
+        "env": episode.env,
+        "total_reward": episode.total_reward,
+        "length": episode.length,
+        "success": episode.success,
+        "truncated": episode.truncated,
+    }

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from rollout_service.envs.protocol import EnvRows, FinishedEpisode, StepOutcome
 from rollout_service.memory.slots import SlotWriter
-from rollout_service.policy.acting import Acted
 from rollout_service.recurrence import ended
 from workers.inference import Policy
 from workers.noise import ActionNoise
@@ -94,7 +93,7 @@ def collect(
     cut_at_end: end every episode that is still running as truncated on the last row, with its truncation value.
     """
     pulse, clock = envs.pulse, time.perf_counter
-    truncation_values, last_values = (np.full(len(envs), np.nan, np.float32) for _ in range(2))
+    last_values = np.full(len(envs), np.nan, np.float32)
     episodes: list[FinishedEpisode] = []
     starting: list[int] = []
     deferred: list[int] = []
@@ -110,9 +109,11 @@ def collect(
     seen = copied(live.observations, slot.observation_rows(0))
     for t in range(slot.num_steps):
         live.begin_episodes(starting)
-        slot.write_state(t, live.state)
-        for name in live.state if envs.fillers else ():
-            slot.arrays[name][envs.fillers, t] = 0.0
+        row = slot.rows(t)
+        for name, entering in live.state.items():
+            row[name][...] = entering
+            if envs.fillers:
+                row[name][envs.fillers] = 0.0
         pulse.phase, before = "policy", clock()
         acted = policy.step(seen, noise.at(t))
         if deferred:
@@ -121,15 +122,13 @@ def collect(
         seen = slot.observation_rows(t + 1) if t + 1 < slot.num_steps else live.observations
         outcome = envs.step(acted.actions, seen, enough)
         pulse.phase, after = "policy", clock()
-        slot.write_transition(
-            t,
-            actions=acted.actions,
-            rewards=outcome.rewards,
-            values=acted.values,
-            log_probs=acted.log_probs,
-            valid=outcome.valid,
-            **(ends_of(outcome, acted, policy, truncation_values) if outcome.ended_envs else {}),
-        )
+        row["actions"][...] = acted.actions
+        row["log_probs"][...] = acted.log_probs
+        row["values"][...] = acted.values
+        row["rewards"][...] = outcome.rewards
+        row["valid"][...] = outcome.valid
+        if outcome.ended_envs:
+            write_ends(row, outcome, policy)
         episodes += outcome.episodes
         starting, deferred = outcome.starting_envs, outcome.deferred_envs
         blind += len(outcome.blind_envs)
@@ -159,19 +158,18 @@ def collect(
     )
 
 
-def ends_of(outcome: StepOutcome, acted: Acted, policy: Policy, values: Array) -> dict[str, Array]:
-    """Flags and truncation values of a step in which episodes ended, as `write_transition` takes them.
+def write_ends(row: Mapping[str, Array], outcome: StepOutcome, policy: Policy) -> None:
+    """Flags and truncation values of a step in which episodes ended; deferred values come later.
 
-    Values into `values` [E]: of truncated rows, NaN elsewhere and where they come later (deferred). The policy's state
-    is the one that EXITS the step. Without a final observation V(s_t) stands in: the value of the state the episode was
-    cut off after.
+    The policy's state is the one that EXITS the step. Without a final observation V(s_t) stands in: the value of the
+    state the episode was cut off after.
     """
-    values.fill(np.nan)
+    row["terminated"][...] = outcome.terminated
+    row["truncated"][...] = outcome.truncated
     if outcome.truncated_envs:
-        policy.values(outcome.final_observations, outcome.truncated_envs, values)
+        policy.values(outcome.final_observations, outcome.truncated_envs, row["truncation_values"])
     if outcome.blind_envs:
-        values[outcome.blind_envs] = acted.values[outcome.blind_envs]
-    return {"terminated": outcome.terminated, "truncated": outcome.truncated, "truncation_values": values}
+        row["truncation_values"][outcome.blind_envs] = row["values"][outcome.blind_envs]
 
 
 def copied(rows: Mapping[str, Array], into: Mapping[str, Array]) -> Mapping[str, Array]:

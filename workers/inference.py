@@ -41,8 +41,8 @@ class Policy(Protocol):
         """Take over a published version."""
         ...
 
-    def draw_noise(self, generator: np.random.Generator, num_steps: int) -> Array:
-        """Noise of one env, [num_steps, *]."""
+    def draw_noise(self, generators: Sequence[np.random.Generator], num_steps: int) -> Array:
+        """Noise of n envs, each from its own generator, [num_steps, n, *]."""
         ...
 
     def step(self, observations: Mapping[str, Array], noise: Array) -> Acted:
@@ -96,8 +96,8 @@ class TorchPolicy:
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
         self._module.load_arrays(arrays)
 
-    def draw_noise(self, generator: np.random.Generator, num_steps: int) -> Array:
-        return self._module.draw_noise(generator, num_steps)
+    def draw_noise(self, generators: Sequence[np.random.Generator], num_steps: int) -> Array:
+        return np.stack([self._module.draw_noise(own, num_steps) for own in generators], axis=1)
 
     def step(self, observations: Mapping[str, Array], noise: Array) -> Acted:
         acted = self._acted

@@ -6,15 +6,16 @@ in which leases arrive. A lease that ends early leaves the rest of its block unu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout_service.envs.seeding import Purpose, generator
+from rollout_service.errors import OutOfOrder
 
-Draw = Callable[[np.random.Generator, int], NDArray[np.float32]]
-"""A policy's `draw_noise`: (generator, T) -> float32 [T, *]."""
+Draw = Callable[[Sequence[np.random.Generator], int], NDArray[np.float32]]
+"""A policy's `draw_noise`: (one generator per env, T) -> float32 [T, E, *]."""
 
 
 class ActionNoise:
@@ -25,10 +26,9 @@ class ActionNoise:
         self._seed = seed
         self._env_ids = env_ids
         self._incarnation = incarnation
+        self._num_steps = num_steps
         self.reseed(0)
-        self.shape: tuple[int, ...] = np.shape(draw(np.random.default_rng(0), 1))[1:]
-        """Shape of one row."""
-        self._block: NDArray[np.float32] = np.zeros((num_steps, len(env_ids), *self.shape), np.float32)
+        self._block: NDArray[np.float32] | None = None
 
     def reseed(self, update: int) -> None:
         """Start every env's stream anew."""
@@ -38,10 +38,11 @@ class ActionNoise:
 
     def next_block(self) -> None:
         """Draw the noise of the next lease."""
-        for e, stream in enumerate(self._generators):
-            self._block[:, e] = self._draw(stream, len(self._block))
+        self._block = self._draw(self._generators, self._num_steps)
 
     def at(self, t: int) -> NDArray[np.float32]:
         """Noise of step t of this lease, [E, *]."""
+        if self._block is None:
+            raise OutOfOrder("there is no noise yet; call next_block before the first step of a lease")
         row: NDArray[np.float32] = self._block[t]
         return row

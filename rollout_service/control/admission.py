@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from rollout_service.control import events
 from rollout_service.control.effects import Effect, Notify, Send
@@ -27,6 +27,9 @@ from rollout_service.control.roster import (
     Roster,
 )
 from rollout_service.runspec import RunSpec
+
+TOLD_REFUSALS: Final = 100
+"""Refused handshakes that are told one by one."""
 
 
 @dataclass
@@ -154,7 +157,12 @@ class Admission:
     def refuse(self, peer: bytes, role: Role, pid: int, reason: str) -> list[Effect]:
         self._counters["refused_handshakes"] += 1
         refused = Refused(reason=reason, run_id=self._welcome.run_id)
-        return [Send(peer, refused), Notify(events.PeerRefused(role, pid, reason))]
+        return [Send(peer, refused), *([Notify(events.PeerRefused(role, pid, reason))] if self._worth_a_word() else [])]
+
+    def _worth_a_word(self) -> bool:
+        """The first refusals, and then each time their number has doubled: a flood of them must not fill the log."""
+        count = self._counters["refused_handshakes"]
+        return count <= TOLD_REFUSALS or count & (count - 1) == 0
 
     def seat_of(self, peer: bytes) -> LearnerSeat | Place | None:
         """What this peer is in the run."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Final
 
 from rollout_service.control import events
@@ -55,6 +56,8 @@ __all__ = ["FINISHED", "Coordinator", "Effect", "Notify", "Send"]
 FINISHED: Final = "finished"
 """Reason of a stop after the last update."""
 REASON_LIMIT: Final = 8000
+COUNTERS_KEPT: Final = 256
+LARGEST_COUNT: Final = 2**63 - 1
 
 
 class Coordinator:
@@ -261,11 +264,10 @@ class Coordinator:
             case Verdict.REPEATED:
                 pass
             case Verdict.STALE:
-                self.counters.update(commit.counters)
+                self._count(commit.counters)
                 effects += map(Notify, self._updates.refused(identity.actor_id, commit))
             case Verdict.ACCEPTED:
-                if commit.counters:
-                    self.counters.update(commit.counters)
+                self._count(commit.counters)
                 effects.append(self._accepted(identity, commit, place, now))
         answer = Send(peer, Committed(slot=commit.slot, epoch=commit.epoch, accepted=accepted))
         again = [] if place is None else self._grant_again(place)
@@ -290,6 +292,12 @@ class Coordinator:
                 counters=commit.counters,
             )
         )
+
+    def _count(self, counters: Mapping[str, int]) -> None:
+        """What an actor counted. Names and numbers are its own: the table stays small, and its entries can be sent."""
+        for name, count in counters.items():
+            if name in self.counters or len(self.counters) < COUNTERS_KEPT:
+                self.counters[name] = min(self.counters[name] + count, LARGEST_COUNT)
 
     def _abort(self, peer: bytes, abort: Abort, now: float) -> list[Effect]:
         place = self._roster.present(peer)

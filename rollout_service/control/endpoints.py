@@ -234,7 +234,7 @@ def _closed(path: Path) -> str:
     found = path.stat()
     return (
         f"{path} belongs to uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}; this process is uid "
-        f"{_user_id()}: run all processes of a run under one uid, or serve and roles with --share-with-group"
+        f"{_user_id()}: run all processes of a run under one uid"
     )
 
 

@@ -47,6 +47,11 @@ FromWire = Field(strict=False)
 """For enums and tuples, which msgpack knows as strings and lists; what is in them stays strict."""
 
 
+Name = Annotated[str, Field(max_length=64)]
+FEW: Final = 64
+"""Names that one message may bring along: they become keys of tables that live as long as the run."""
+
+
 class Role(StrEnum):
     ACTOR = "actor"
     LEARNER = "learner"
@@ -181,9 +186,9 @@ class Commit(Message):
     env_steps: Count | None = None
     """Rows of the first valid_steps that are real transitions; None: all of them, in every env of the slot."""
     episodes: Annotated[tuple[Episode, ...], FromWire] = ()
-    seconds: dict[str, float] = {}
+    seconds: Annotated[dict[Name, float], Field(max_length=FEW)] = {}
     """Time split of the lease: phase -> seconds."""
-    counters: dict[str, Count] = {}
+    counters: Annotated[dict[Name, Count], Field(max_length=FEW)] = {}
     """Counted oddities since the last commit, e.g. seed_mismatches, truncations_without_final_obs."""
 
 

@@ -30,6 +30,10 @@ RATE_WINDOW_S: Final = 60.0
 """Rates are means over this long, or since the first event if that is shorter."""
 
 
+REMEMBERED_PEERS: Final = 256
+"""Peers that have left and are still known by name: so many late commits can be told from a stranger's."""
+
+
 class PlaceState(Enum):
     VACANT = "vacant"
     WELCOMED = "welcomed"
@@ -167,7 +171,14 @@ class Roster:
         place.pid, place.peer = hello.pid, peer
         place.pulse, place.rate, place.lag, place.pulse_peer = Pulse(now, now), Rate(), None, None
         self._by_peer[peer] = place.identity
+        self._forget_old_peers()
         return place
+
+    def _forget_old_peers(self) -> None:
+        """Those that left long ago: a late word of theirs is then a stranger's."""
+        present = {place.peer for place in self.places}
+        for peer in [peer for peer in self._by_peer if peer not in present][: -REMEMBERED_PEERS or None]:
+            del self._by_peer[peer]
 
     def vacate(self, place: Place) -> None:
         place.state, place.peer, place.pulse_peer = PlaceState.VACANT, None, None

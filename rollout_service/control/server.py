@@ -136,14 +136,22 @@ class Server:
         """
         for effect in effects:
             if isinstance(effect, Send) and type(effect.message) is Batch:
-                self._router.send(effect.peer, encode(effect.message))
+                self._send(effect)
         for effect in effects:
             if isinstance(effect, Send) and type(effect.message) is not Batch:
-                message = effect.message
-                self._router.send(effect.peer, encode(message))
+                self._send(effect)
         for effect in effects:
             if isinstance(effect, Notify):
                 self.events.put(effect.event)
+
+    def _send(self, send: Send) -> None:
+        """One message. What cannot be packed (a report that grew too large) is counted, and the loop lives."""
+        try:
+            data = encode(send.message)
+        except MessageRejected:
+            self._coordinator.counters["unsendable_messages"] += 1
+            return
+        self._router.send(send.peer, data)
 
     def _say_goodbye(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

@@ -113,9 +113,12 @@ class SlotWriter:
         self._valid = arrays["valid"]
         self._truncation_values = arrays["truncation_values"]
         self._state = {f.name: arrays[f.name] for f in layout.fields if f.role is Role.SEED and f.per is Per.STEP}
-        observations = [f.name for f in layout.fields if f.name.startswith(OBSERVATIONS) and f.per is Per.STEP]
+        per_step = [f.name for f in layout.fields if f.per is Per.STEP]
+        self._rows: tuple[dict[str, Array], ...] = tuple(
+            {name: arrays[name][:, t] for name in per_step} for t in range(self.num_steps)
+        )
         self._observation_rows: tuple[dict[str, Array], ...] = tuple(
-            {name: arrays[name][:, t] for name in observations} for t in range(self.num_steps)
+            {name: view for name, view in rows.items() if name.startswith(OBSERVATIONS)} for rows in self._rows
         )
         floats = [f for f in layout.fields if f.role is Role.ACTOR and f.dtype.kind == "f"]
         self._float_arrays = tuple(arrays[f.name] for f in floats)
@@ -137,6 +140,13 @@ class SlotWriter:
         for rows in self._state.values():
             rows[:, 1:] = np.nan
 
+    def rows(self, t: int) -> dict[str, Array]:
+        """Where everything of step t goes, for a writer in a hurry: name -> view [E, *shape] of each field per step.
+
+        `open` has put False into the flags and NaN into truncation_values. The dict is shared, do not change it.
+        """
+        return self._rows[t]
+
     def observation_rows(self, t: int) -> dict[str, Array]:
         """Where the observations of step t go: name -> view [E, *shape]. The dict is shared, do not change it."""
         return self._observation_rows[t]
@@ -154,27 +164,24 @@ class SlotWriter:
         rewards: Any,
         values: Any,
         log_probs: Any,
-        terminated: Any = None,
-        truncated: Any = None,
+        terminated: Any,
+        truncated: Any,
         truncation_values: Any = None,
         valid: Any = True,
         envs: Envs = ALL_ENVS,
     ) -> None:
         """Record step t. actions: [E, *shape], all others [E] or a scalar, or what `envs` selects.
 
-        terminated, truncated: both, or neither where nothing ended in a row that is written for the first time since
-        `open`: most steps end nothing, and what says so stands there already. truncation_values: V(final observation)
-        where truncated and not terminated; elsewhere, and without one, NaN.
+        truncation_values: V(final observation) where truncated and not terminated; elsewhere, and without one, NaN.
         """
         self._actions[envs, t] = actions
         self._rewards[envs, t] = rewards
         self._values[envs, t] = values
         self._log_probs[envs, t] = log_probs
+        self._terminated[envs, t] = terminated
+        self._truncated[envs, t] = truncated
+        self._truncation_values[envs, t] = np.nan if truncation_values is None else truncation_values
         self._valid[envs, t] = valid
-        if terminated is not None:
-            self._terminated[envs, t] = terminated
-            self._truncated[envs, t] = truncated
-            self._truncation_values[envs, t] = np.nan if truncation_values is None else truncation_values
 
     def close(self, valid_steps: int, *, last_values: Any, final_state: Mapping[str, Array]) -> None:
         """End the lease after `valid_steps` (K) steps.
@@ -235,12 +242,12 @@ class SlotWriter:
 
 
 def all_finite(values: Array) -> bool:
-    """Whether no NaN and no infinity is among these numbers, of which there is one at least.
+    """Whether no NaN and no infinity is among these numbers; there may be none, as in a space of shape (0,).
 
     Without a temporary array, whose fresh pages cost several times as much as the look at the numbers.
     """
     # A NaN is what either of the two then is, and not below or above anything.
-    return bool(np.min(values) > -np.inf and np.max(values) < np.inf)
+    return values.size == 0 or bool(np.min(values) > -np.inf and np.max(values) < np.inf)
 
 
 class RolloutMemory:

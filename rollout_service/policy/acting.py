@@ -72,12 +72,14 @@ class Acted:
         )
 
 
-def gumbel_noise(generator: np.random.Generator, num_steps: int, num_choices: int) -> Floats:
-    """float32 [num_steps, C]: minus the log of an exponential draw."""
-    draws = generator.standard_exponential((num_steps, num_choices))
+def gumbel_noise(generators: Sequence[np.random.Generator], num_steps: int, num_choices: int) -> Floats:
+    """float32 [num_steps, n, C], row n from generator n: minus the log of an exponential draw."""
+    draws = np.empty((len(generators), num_steps, num_choices))
+    for own, generator in zip(draws, generators, strict=True):
+        generator.standard_exponential(out=own)
     np.maximum(draws, SMALLEST, out=draws)
     np.log(draws, out=draws)
-    return np.negative(draws, out=draws).astype(np.float32)
+    return np.ascontiguousarray(np.negative(draws, out=draws).swapaxes(0, 1), np.float32)
 
 
 def aligned(shape: tuple[int, ...], dtype: str = "float32") -> Array:
@@ -128,9 +130,9 @@ class ActingPolicy:
         ]
         self._acted = Acted.of(num_envs, spaces)
 
-    def draw_noise(self, generator: np.random.Generator, num_steps: int) -> Floats:
-        """Noise of one env for `num_steps` steps, float32 [num_steps, C]; row t goes into `step`."""
-        return gumbel_noise(generator, num_steps, self.num_choices)
+    def draw_noise(self, generators: Sequence[np.random.Generator], num_steps: int) -> Floats:
+        """Noise of n envs, each from its own generator, float32 [num_steps, n, C]; row t goes into `step`."""
+        return gumbel_noise(generators, num_steps, self.num_choices)
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
         """Takes over the contents of a published version. Raises OutOfRange for a missing array."""

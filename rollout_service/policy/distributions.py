@@ -110,7 +110,7 @@ class Categorical:
 
     def draw_noise(self, generator: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
         """Gumbel noise, float32 [num_steps, C]: minus the log of an exponential draw."""
-        return gumbel_noise(generator, num_steps, self.num_choices)
+        return gumbel_noise([generator], num_steps, self.num_choices)[:, 0]
 
     def act(self, parameters: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         log_p = torch.log_softmax(parameters, dim=1)

@@ -61,9 +61,9 @@ def test_another_users_socket_is_trusted_only_with_its_group(tmp_path: Path, mon
     router = Router(endpoint, access=SocketAccess(OURS))
     try:
         monkeypatch.setattr(endpoints, "_user_id", lambda: os.getuid() + 1)
-        with pytest.raises(ConfigError, match="--share-with-group"):
+        with pytest.raises(ConfigError, match="run all processes of a run under one uid"):
             check_reachable(endpoint)
-        with pytest.raises(ConfigError, match="--share-with-group"):
+        with pytest.raises(ConfigError, match="run all processes of a run under one uid"):
             check_reachable(endpoint, OURS + 1)
         check_reachable(endpoint, OURS)
         (tmp_path / "c").chmod(0o666)

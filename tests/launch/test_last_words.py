@@ -11,16 +11,17 @@ from tests.fixtures.machine import PROJECT, Service, eventually
 SLOW_SERVICE = """
 import sys, time
 if "train" in sys.orig_argv:
-    from rollout_service.launch import supervisor
+    from rollout_service.control import server
 
-    react = supervisor.Supervisor._react
+    turn = server.Server._turn
 
-    def slowly(self, message):
-        # Behind by a little with every event, as on a machine that is busy.
-        time.sleep(0.03)
-        react(self, message)
+    def slowly(self):
+        # As on a machine that is busy: messages lie in the socket when their senders are gone already.
+        if self._coordinator.stopped is not None:
+            time.sleep(0.5)
+        turn(self)
 
-    supervisor.Supervisor._react = slowly
+    server.Server._turn = slowly
 """
 WORDS = (
     *("--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3", "--num-actors", "1", "--envs-per-actor", "2"),

@@ -378,3 +378,26 @@ def test_the_smallest_slot_works() -> None:
         writer.close(1, last_values=[2.0], final_state={"hidden": np.ones((1, 1, 1))})
         assert memory.rollout(range(1))["hidden"].shape == (1, 1, 1, 1)
         assert memory.header(0).committed
+
+
+def test_a_field_without_bytes_is_committed_and_read_like_any_other() -> None:
+    fields = rollout_fields(
+        Spaces(
+            observation=(
+                Leaf(kind=SpaceKind.BOX, shape=(0,), dtype="float32", path=".nothing"),
+                Leaf(kind=SpaceKind.BOX, shape=(2,), dtype="uint8", path=".something"),
+            ),
+            action=Leaf(kind=SpaceKind.DISCRETE, shape=(), dtype="int64", size=2),
+        ),
+        {},
+    )
+    with RolloutMemory.create(fields, num_slots=2, envs_per_slot=3, num_steps=4) as memory:
+        writer = memory.writer(1)
+        writer.open(epoch=1, actor=0, incarnation=0, version=1)
+        for t in range(4):
+            writer.write_transition(
+                t, actions=0, rewards=1.0, values=0.0, log_probs=-0.5, terminated=False, truncated=False
+            )
+        writer.close(4, last_values=0.0, final_state={})
+        assert memory.rollout(range(2))["observations.nothing"].shape == (6, 4, 0)
+        assert memory.header(1).valid_steps == 4

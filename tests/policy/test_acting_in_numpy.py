@@ -58,7 +58,7 @@ def test_many_steps_are_those_of_the_module(spaces: Spaces, spec: PolicySpec, ro
     state = module.initial_state(rows)
     for t in range(12):
         observations = random_observations(spaces, rng, rows)
-        noise = np.stack([acting.draw_noise(rng, 1)[0] for _ in range(rows)]) if t % 3 else None
+        noise = acting.draw_noise([rng] * rows, 1)[0] if t % 3 else None
         arrays = {name: tensor.numpy() for name, tensor in observations.items()}
         if t == 6:  # what the owner writes is what the next step starts from
             for name, tensor in state.items():
@@ -102,7 +102,7 @@ def test_chunks_give_the_bits_of_policies_of_their_own(spec: PolicySpec) -> None
     rng = np.random.default_rng(5)
     for _ in range(5):
         observations = {name: tensor.numpy() for name, tensor in random_observations(SEVERAL, rng, 6).items()}
-        noise = whole.draw_noise(rng, 6)
+        noise = whole.draw_noise([rng], 6)[:, 0]
         acted = whole.step(observations, noise)
         for k, part in enumerate(parts):
             rows = slice(2 * k, 2 * k + 2)
