@@ -11,6 +11,7 @@ if something was wrong. Everything is drawn from one seed, so a failure comes ag
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -31,7 +32,6 @@ from rollout_service.bench.rig import paper_spec
 from rollout_service.control.client import Client
 from rollout_service.control.coordinator import Coordinator, Notify, Send
 from rollout_service.control.endpoints import IPC, remove_socket_directory, socket_endpoint
-from rollout_service.control.frames import IDENTITY_BYTES, MAGIC, framed
 from rollout_service.control.messages import (
     MAX_MESSAGE_BYTES,
     MESSAGES,
@@ -52,7 +52,7 @@ from rollout_service.control.messages import (
 )
 from rollout_service.control.scheduling import Patience, schedule
 from rollout_service.control.server import Server
-from rollout_service.control.transport import Router
+from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import MessageRejected
 from rollout_service.memory.segment import new_run_token
 from rollout_service.runspec import PROTOCOL_VERSION, RunSpec
@@ -60,6 +60,8 @@ from rollout_service.runspec import PROTOCOL_VERSION, RunSpec
 MESSAGES_DEFAULT: Final = 1_000_000
 OVER_A_SOCKET: Final = 20
 """One in so many goes over a real socket."""
+IN_FLIGHT: Final = 100
+"""Messages that a stranger sends before it waits for the service: fewer than ZeroMQ would keep."""
 HONEST_EVERY: Final = 25
 TICK_S: Final = 0.001
 PATIENCE_S: Final = 10 * HONEST_EVERY * TICK_S
@@ -377,9 +379,9 @@ def fuzz_server(messages: int, seed: int) -> Result:
                 if draw.random() < 0.02:  # a stranger more
                     line.close()
                     line = Line(endpoint)
-                if draw.random() < 0.005:  # no frames at all
-                    line.write(draw.randbytes(draw.choice((1, 20, 5000))))
-                line.write(framed(hostile.message()))
+                if draw.random() < 0.005:  # not even ZeroMQ
+                    garbage_stream(endpoint, draw.randbytes(draw.choice((1, 20, 5000))))
+                line.write(hostile.message())
                 while not server.events.empty():
                     server.events.get()
             line.close()
@@ -410,36 +412,39 @@ def fuzz_server(messages: int, seed: int) -> Result:
 
 
 class Line:
-    """A raw connection to a service; one that was cut off is made anew."""
+    """A stranger's connection to a service. Every IN_FLIGHT messages it waits until the service has read them."""
 
     def __init__(self, endpoint: str) -> None:
-        self._path = endpoint.removeprefix(IPC)
-        self._socket = self._connect()
+        self._dealer = Dealer(endpoint)
+        self._unread = 0
 
     def write(self, data: bytes) -> None:
-        """Reads what the other side said first: nobody has to keep answers for us."""
-        try:
-            self._socket.sendall(data)
-            self._socket.setblocking(False)
-            try:
-                while self._socket.recv(1 << 16):
-                    pass
-            except BlockingIOError:
-                pass
-            self._socket.settimeout(DEADLINE_S)
-        except OSError:
-            self.close()
-            self._socket = self._connect()
+        self._dealer.send(data)
+        self._unread += 1
+        if self._unread >= IN_FLIGHT:
+            self._catch_up()
 
     def close(self) -> None:
-        self._socket.close()
+        self._catch_up()
+        self._dealer.close()
 
-    def _connect(self) -> socket.socket:
-        own = socket.socket(socket.AF_UNIX)
-        own.settimeout(DEADLINE_S)
-        own.connect(self._path)
-        own.sendall(framed(MAGIC + os.urandom(IDENTITY_BYTES)))
-        return own
+    def _catch_up(self) -> None:
+        """Asks for the status and reads what there is up to the answer. Raises TimeoutError."""
+        self._dealer.send(encode(Status()))
+        deadline, self._unread = time.perf_counter() + DEADLINE_S, 0
+        while time.perf_counter() < deadline:
+            if (data := self._dealer.receive(1.0)) is not None and isinstance(decode(data), StatusReport):
+                return
+        raise TimeoutError(f"the service did not answer within {DEADLINE_S:g} s")
+
+
+def garbage_stream(endpoint: str, data: bytes) -> None:
+    """Somebody connects who does not speak ZeroMQ."""
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(DEADLINE_S)
+        stranger.connect(endpoint.removeprefix(IPC))
+        with contextlib.suppress(OSError):
+            stranger.sendall(data)
 
 
 def resident_mib() -> float:
