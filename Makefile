@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 PRESET ?= tmaze
 ENV ?= CartPole-v1
 
-.PHONY: help setup train test check bench peers advise figures learning chaos soak clean
+.PHONY: help setup train test check bench peers advise gpu figures learning chaos soak clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make bench     time the parts and a whole run; results in bench/results/"
 	@echo "make peers     the same training by us and by every installed peer (bench/peers/install.sh); results and chart"
 	@echo "make advise    actors, envs, threads and lag for an env: make advise ENV=CartPole-v1"
+	@echo "make gpu       what only a GPU can show, in under four minutes; results in bench/results/; skipped without one"
 	@echo "make learning  the learning suite, every memory task and arm; results in bench/results/"
 	@echo "make chaos     faults of every kind in runs that have to come out right, 20 minutes; results in bench/results/"
 	@echo "make soak      what a run takes over 20 minutes: memory, descriptors, segments; results in bench/results/"
@@ -53,6 +54,9 @@ peers: setup
 figures: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[charts]'
 	$(BIN)/python -m bench.chart
+
+gpu: setup
+	$(BIN)/python -m bench.gpu
 
 advise: setup
 	$(BIN)/rollout-service bench advise --env $(ENV)

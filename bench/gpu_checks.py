@@ -32,9 +32,9 @@ Figures = dict[str, float]
 ESTIMATOR: Final = Estimator(0.99, 0.95)
 SUM_TOLERANCE: Final = 1e-9
 """Relative, float64 sums in another order."""
-FORWARD_TOLERANCE: Final = 1e-5
-GRADIENT_TOLERANCE: Final = 1e-4
-"""Relative to the largest gradient."""
+FORWARD_TOLERANCE: Final = 5e-5
+GRADIENT_TOLERANCE: Final = 5e-4
+"""Relative to the largest gradient; on a CPU it is 2e-5. A missed reset is off by a tenth and more."""
 
 
 class CheckFailed(RuntimeError):
@@ -105,7 +105,7 @@ def estimator_rows(envs: int, steps: int) -> tuple[dict[str, np.ndarray], np.nda
     counts[0] = steps
     shape = (envs, steps)
     truncated = rng.random(shape) < 0.05
-    rows = {
+    rows: dict[str, np.ndarray] = {
         **{name: rng.standard_normal(shape).astype(np.float32) for name in ("rewards", "values", "log_probs")},
         "terminated": (rng.random(shape) < 0.05).astype(np.uint8),
         "truncated": truncated.astype(np.uint8),

@@ -28,6 +28,8 @@ from rollout_service.bench.train import WARM_UP, Case, figures_of
 from rollout_service.bench.whole_run import POLL_S, ROOT, WholeRun, environment
 
 CONTEXT_DEVICE: Final = "/dev/nvidia-uvm"
+MAPPED_DEVICE: Final = "/dev/nvidia"
+"""In the list of mappings, where a sandbox hides open devices."""
 ACTORS: Final = 8
 DEADLINE_S: Final = 70.0
 """Of one run."""
@@ -41,9 +43,10 @@ def contexts(run: WholeRun) -> list[psutil.Process]:
 
 
 def holds_context(process: psutil.Process) -> bool:
-    with suppress(psutil.Error, OSError):
-        targets = [link.readlink() for link in Path(f"/proc/{process.pid}/fd").iterdir() if link.is_symlink()]
-        return Path(CONTEXT_DEVICE) in targets
+    own = Path("/proc") / str(process.pid)
+    with suppress(OSError):  # it is just leaving
+        open_files = {str(link.readlink()) for link in (own / "fd").iterdir() if link.is_symlink()}
+        return CONTEXT_DEVICE in open_files or MAPPED_DEVICE in (own / "maps").read_text()
     return False
 
 

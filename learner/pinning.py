@@ -65,7 +65,7 @@ class CudaRuntime:
             return int(self._cudart.cudaHostUnregister(address))
 
     def describe(self, code: int) -> str:
-        return f"{self._cudart.cudaGetErrorString(self._cudart.cudaError(code))}, CUDA error {code}"
+        return f"{self._cudart.cudaGetErrorString(self._cudart.cudaError(code))}, code {code}"
 
     def forget_error(self) -> None:
         """Asks for it: torch does not pass cudaGetLastError on, but calls it after every kernel."""

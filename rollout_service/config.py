@@ -72,7 +72,8 @@ class TrainConfig(BaseModel):
     """Arguments of the env, as key=value."""
     vectorize: Vectorize = Vectorize.NONE
     """none: single envs. sync, async: gymnasium's vector envs over them, made with env_kwargs' vector_kwargs.
-    vector_entry_point: the id's own vector env. factory: module:factory, called with num_envs."""
+    vector_entry_point: the id's own vector env. factory: module:factory, called with num_envs. envpool: that package's
+    task of this name."""
 
     # Collection
     num_actors: Positive | Literal["auto"] = "auto"

@@ -49,7 +49,8 @@ class Vectorize(StrEnum):
 
     NONE: single envs, one after another, reset by the actor. SYNC, ASYNC: the same single envs inside gymnasium's
     SyncVectorEnv or AsyncVectorEnv. VECTOR_ENTRY_POINT: the vector env that a gymnasium id registers. FACTORY: what
-    `module:factory` returns when it is called with num_envs and env_kwargs.
+    `module:factory` returns when it is called with num_envs and env_kwargs. ENVPOOL: the task of that name in the
+    package envpool.
     """
 
     NONE = "none"
@@ -57,6 +58,7 @@ class Vectorize(StrEnum):
     ASYNC = "async"
     VECTOR_ENTRY_POINT = "vector_entry_point"
     FACTORY = "factory"
+    ENVPOOL = "envpool"
 
 
 class SpaceKind(StrEnum):

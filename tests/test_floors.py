@@ -119,7 +119,7 @@ def test_pure_modules_read_no_clock_and_do_no_io() -> None:
             ROOT / "rollout_service" / "control" / f"{name}.py"
             for name in ("ledger", "scheduling", "filling", "waits", "coordinator")
         ),
-        *(ROOT / "learner" / f"{name}.py" for name in ("gae", "sequences", "ppo")),
+        *(ROOT / "learner" / f"{name}.py" for name in ("gae", "single_pass", "scan", "vtrace", "sequences", "ppo")),
     ]
     impure = {"time", "os", "socket", "random", "zmq", "logging", "subprocess", "pathlib", "datetime"}
     found = {path.name: sorted(impure & set(imported_modules(path))) for path in pure}

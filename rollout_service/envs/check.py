@@ -83,7 +83,7 @@ def check_env(
             arguments.pop(VECTOR_KWARGS, None)
             single = _check_single(env, arguments, autoreset)
             return EnvFacts(spaces, autoreset, single.warnings)
-        case Vectorize.VECTOR_ENTRY_POINT | Vectorize.FACTORY:
+        case Vectorize.VECTOR_ENTRY_POINT | Vectorize.FACTORY | Vectorize.ENVPOOL:
             return EnvFacts(*_check_vector(env, arguments, vectorize, num_envs, watch=True))
 
 

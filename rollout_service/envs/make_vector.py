@@ -5,6 +5,7 @@
                          name; `vector_kwargs` among the env_kwargs go to it, e.g. {"autoreset_mode": "same_step"}
     vector_entry_point   `gymnasium.make_vec(id, num_envs=E, vectorization_mode="vector_entry_point", **env_kwargs)`
     factory              `module:factory` called with num_envs=E and env_kwargs; it returns a gymnasium VectorEnv
+    envpool              `envpool.make_gymnasium(name, num_envs=E, seed=seeds, num_threads=1, **env_kwargs)`
 
 The processes of async are fresh interpreters unless vector_kwargs name another `context`: an actor has threads, and a
 fork would copy them half. A vector env that does not say its autoreset mode is refused: a wrong guess would train on
@@ -34,6 +35,8 @@ VectorEnv: TypeAlias = "gymnasium.vector.VectorEnv[Any, Any, Any]"
 VECTOR_KWARGS: Final = "vector_kwargs"
 """Key among the env_kwargs for arguments of gymnasium's own vector envs, as in `gymnasium.make_vec`."""
 FRESH_INTERPRETERS: Final = "spawn"
+LARGEST_POOL_SEED: Final = 2**31 - 1
+"""envpool's seeds are C ints."""
 _GYMNASIUM_NAMES: Final = {
     AutoresetMode.NEXT_STEP: "NextStep",
     AutoresetMode.SAME_STEP: "SameStep",
@@ -68,6 +71,8 @@ def make_vector_env(
                 )
             case Vectorize.FACTORY:
                 made = make.factory_of(module, name, env)(num_envs=num_envs, **arguments)
+            case Vectorize.ENVPOOL:
+                made = _pool(name, arguments, seeds)
     return _checked(made, env, num_envs)
 
 
@@ -118,6 +123,32 @@ class AsSingle(gymnasium.Wrapper[Any, Any, Any, Any]):
         if terminated or truncated:
             observation = copy.deepcopy(observation)
         return observation, reward, terminated, truncated, facts
+
+
+class SeededWhenMade(gymnasium.vector.VectorWrapper[Any, Any, Any]):
+    """A vector env whose seeds were given when it was made, and that takes none in a reset."""
+
+    def reset(
+        self,
+        *,
+        seed: int | list[int | None] | None = None,  # noqa: ARG002
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        return self.env.reset(options=options)
+
+
+def _pool(name: str, arguments: Mapping[str, Any], seeds: Sequence[int]) -> object:
+    """All envs of one envpool, stepped on the actor's own core unless env_kwargs name another `num_threads`."""
+    try:
+        import envpool
+    except ImportError as error:
+        raise ConfigError(
+            f"vectorize envpool: the package envpool cannot be imported ({error}); install rollout-service[envpool]"
+        ) from error
+    given = {"seed": [seed % LARGEST_POOL_SEED for seed in seeds], "num_threads": 1, **arguments}
+    made = envpool.make_gymnasium(name, num_envs=len(seeds), **given)
+    # Releases that are no gymnasium.vector.VectorEnv do not say their autoreset mode: refused like all that do not.
+    return SeededWhenMade(made) if isinstance(made, gymnasium.vector.VectorEnv) else made
 
 
 def _single(env: str, arguments: Mapping[str, Any], seed: int) -> Env:

@@ -90,7 +90,8 @@ class VectorEnvBatch:
         self._awaited: list[int] = []
         """Fillers whose observation is a final one that is needed."""
         self._total_rewards = np.zeros(count, np.float64)
-        self._lengths = np.zeros(count, np.int64)
+        self._clock = 0
+        self._started = np.zeros(count, np.int64)
         self._warned = False
 
     def __len__(self) -> int:
@@ -111,7 +112,7 @@ class VectorEnvBatch:
         self._store(out, self._observations_of_reset(result), None)
         self.fillers, self._filler_rows, self._awaited = [], None, []
         self._total_rewards[:] = 0.0
-        self._lengths[:] = 0
+        self._started[:] = self._clock
         self._check_finite(out, range(len(self)), None)
         self.pulse.progress += len(self)
         self.pulse.phase = phase
@@ -126,7 +127,7 @@ class VectorEnvBatch:
         outcome, fillers = self._outcome, self._filler_rows
         if not self._untouched:
             self._clear()
-        self._lengths += 1
+        self._clock += 1
         try:
             result = self._envs.step(actions.copy())
         except Exception as error:
@@ -144,7 +145,7 @@ class VectorEnvBatch:
         if fillers is not None:
             self._fill_in(fillers, actions)
         np.logical_or(outcome.terminated, outcome.truncated, out=self._ended)
-        if self._ended.any():
+        if np.count_nonzero(self._ended):
             self._end(out, infos, actions)
         self._check_finite(out, range(len(self)), actions)
         self.pulse.progress += len(self)
@@ -185,7 +186,7 @@ class VectorEnvBatch:
             )
         outcome.valid[rows] = False
         outcome.starting_envs = self.fillers
-        self._lengths[rows] = 0
+        self._started[rows] = self._clock
         self._total_rewards[rows] = 0.0
         self._untouched = False
         self.fillers, self._filler_rows, self._awaited = [], None, []
@@ -203,7 +204,7 @@ class VectorEnvBatch:
             for e, total, length, success, over in zip(
                 envs,
                 self._total_rewards[rows].tolist(),
-                self._lengths[rows].tolist(),
+                (self._clock - self._started[rows]).tolist(),
                 _successes(infos, envs),
                 terminated,
                 strict=True,
@@ -228,7 +229,7 @@ class VectorEnvBatch:
                 raise EnvFault(f"{self._who()}: autoreset actor is not a mode of vector envs")
         if outcome.truncated_envs:
             self._check_finite(outcome.final_observations, outcome.truncated_envs, actions)
-        self._lengths[rows] = 0
+        self._started[rows] = self._clock
         self._total_rewards[rows] = 0.0
 
     def _reset_ended(self, out: Mapping[str, Array], rows: Rows, actions: Array) -> None:
@@ -317,8 +318,7 @@ class VectorEnvBatch:
 
     def _take_flags(self, what: str, stored: NDArray[np.bool_], flags: Any, actions: Array) -> None:
         given = np.asarray(flags)
-        plain = given.shape == stored.shape
-        if not plain or (given.dtype != np.bool_ and not np.isin(given, (0, 1)).all()):
+        if given.shape != stored.shape or (given.dtype.kind != "b" and not np.isin(given, (0, 1)).all()):
             raise EnvFault(
                 f"{self._where(actions)}: {what} is {short(flags)}, expected {len(self)} times True or False"
             )
@@ -358,7 +358,7 @@ class VectorEnvBatch:
             return self._who(e)
         if e is None:
             return f"{self._who()}, last actions {short(actions)}"
-        return f"{self._who(e)}, step {self._lengths[e]} of its episode, last action {short(actions[e])}"
+        return f"{self._who(e)}, step {self._clock - self._started[e]} of its episode, last action {short(actions[e])}"
 
 
 def _final_observation(infos: Any, e: int) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from learner import single_pass
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE
 from rollout_service.errors import RolloutServiceError, SegmentTooLarge
 from rollout_service.launch import doctor
@@ -90,6 +91,15 @@ def test_where_unix_modules_are_missing_it_says_which_and_what_that_means():
     assert any("runs need Linux" in line for line in lines)
     assert next(line for line in lines if " open files " in line).startswith("problem")
     assert next(line for line in lines if " libraries " in line).startswith("ok")
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_it_says_whether_the_compiled_pass_is_there(built: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(single_pass, "BUILT", built)
+    verdict, found, remedy = doctor.check_compiled()
+    assert verdict is Verdict.OK
+    assert ("numpy" in found) is not built
+    assert ("C compiler" in remedy) is not built
 
 
 def test_the_command_is_one_of_the_program(tmp_path: Path):

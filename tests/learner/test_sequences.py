@@ -62,6 +62,34 @@ def test_each_sequence_is_one_env_in_the_order_of_its_steps():
     assert batch.env_ids.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("env_ids", "steps", "shared"),
+    [
+        ([0, 1, 2], [4, 4, 4], True),
+        ([2, 0, 1], [4, 4, 4], False),
+        ([0, 1, 2], [3, 2, 1], False),
+        ([0, 2], [4] * 3, False),
+    ],
+)
+def test_arrays_that_are_its_own_are_shared_where_every_row_is_taken_in_order(env_ids, steps, shared):
+    arrays = rollout(3, 4)
+    batches = [
+        materialize(
+            arrays,
+            state_names=("hidden", "cell"),
+            valid_steps=np.array(steps),
+            env_ids=np.array(env_ids),
+            device="cpu",
+            owned=owned,
+        )
+        for owned in (False, True)
+    ]
+    for name, tensor in fields(batches[0]).items():
+        assert torch.equal(tensor, fields(batches[1])[name]), name
+    assert np.shares_memory(batches[1].obs_seq.numpy(), arrays["observations"]) is shared
+    assert not np.shares_memory(batches[0].obs_seq.numpy(), arrays["observations"])
+
+
 def test_the_initial_state_is_row_0s_with_layers_first():
     arrays = rollout(3, 4, layers=2, hidden=5)
     batch = batch_of(arrays)

@@ -170,7 +170,10 @@ def test_an_actor_computes_on_one_thread_and_sees_no_gpu() -> None:
         "import torch; print(torch.get_num_threads())"
     )
     bare = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=bare)
+    given = {**bare, "CUDA_VISIBLE_DEVICES": "0"}  # as a scheduler sets it for a whole job
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=given
+    )
     assert shown.stdout.splitlines() == ["ipc:///x 3", "1 ''", "1"]
 
 
