@@ -84,6 +84,8 @@ class TrainConfig(BaseModel):
     """Rows of one inference call; must divide envs_per_actor. Default: all of the actor's envs."""
     num_steps: Positive = 128
     """T: steps of one rollout per env."""
+    pin_actors: bool = False
+    """Keep each actor to one core, in turns over those this process may use; the learner is not bound."""
     total_steps: Positive = 150_000
     """Env steps over all actors; training stops after the last whole rollout that fits."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
@@ -239,6 +241,10 @@ class TrainConfig(BaseModel):
         if self.min_actors is not None and isinstance(self.num_actors, int) and self.min_actors > self.num_actors:
             raise ValueError(
                 f"min_actors {self.min_actors} is more than num_actors {self.num_actors}; no batch could ever go"
+            )
+        if self.pin_actors and self.serial:
+            raise ValueError(
+                "pin_actors has no effect with serial, which has no actor processes; leave one of them out"
             )
         if self.resume and self.run_dir is None:
             raise ValueError("resume needs run_dir: the run to go on from")

@@ -19,12 +19,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
 from rollout_service.control.messages import Role
+from rollout_service.launch.cpu import children_on
 from rollout_service.lifeline import PARENT_VARIABLE
 
 ONE_THREAD: Final = dict.fromkeys(
@@ -76,6 +77,8 @@ class Launcher:
     endpoint: str
     run_dir: Path
     resume: bool
+    cores: Sequence[int] = ()
+    """The core of each actor; empty: any of them."""
 
     def learner(self, *, restored: bool = False) -> Child:
         """restored: it follows one that was lost, and goes on from the newest checkpoint in any case."""
@@ -89,8 +92,9 @@ class Launcher:
         arguments += ["--actor", str(actor_id), "--incarnation", str(incarnation)]
         environment = {**ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
         return self._start(
-            Role.ACTOR, arguments, environment, f"actor-{actor_id}.{incarnation}.log", actor_id, incarnation
-        )
+            Role.ACTOR, arguments, environment, f"actor-{actor_id}.{incarnation}.log", actor_id, incarnation,
+            core=self.cores[actor_id] if self.cores else None,
+        )  # fmt: skip
 
     def _start(
         self,
@@ -100,9 +104,10 @@ class Launcher:
         log_name: str,
         actor_id: int = -1,
         incarnation: int = 0,
+        core: int | None = None,
     ) -> Child:
         log = self.run_dir / "logs" / log_name
-        with log.open("ab") as output:
+        with log.open("ab") as output, children_on(core):
             begin = output.tell()
             process = start_interpreter(arguments, environment, stdout=output, stderr=subprocess.STDOUT)
         watch(process, self.inbox)

@@ -1,18 +1,25 @@
-"""How many cores this process may use, and why: affinity and cgroup quota, not the machine's core count.
+"""How many cores this process may use, and why: affinity and cgroup quota, not the machine's core count; and which
+of them an actor gets that is to keep to one (`pin_actors`).
 
-Readers: the supervisor (`num_actors auto`) and the learner's thread count. Pure apart from reading; the cgroup root
-and the membership file are arguments, so tests bring their own.
-What must never happen: one actor per core of the host in a container that owns two of them.
+Readers: the supervisor (`num_actors auto`, its actors' cores) and the learner's thread count. Pure apart from reading,
+but for `children_on`; roots of what is read are arguments, so tests bring their own.
+What must never happen: one actor per core of the host in a container that owns two of them; a process on a core that
+its parent may not use.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rollout_service.errors import ConfigError
+
+CPU_ROOT: Final = Path("/sys/devices/system/cpu")
 CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP: Final = Path("/proc/self/cgroup")
 
@@ -43,6 +50,44 @@ def usable_cores(
     )
 
 
+def cores_of_actors(num_actors: int, *, allowed: Collection[int] | None = None, root: Path = CPU_ROOT) -> list[int]:
+    """One core per actor, in turns over those this process may use: first one of every physical core, then the others.
+
+    Raises ConfigError where this process cannot choose cores, for itself or for its children.
+    """
+    if allowed is None:
+        if not hasattr(os, "sched_setaffinity"):
+            raise ConfigError("pin_actors: this system has no way to choose the cores of a process; leave it out")
+        allowed = os.sched_getaffinity(0)
+        with children_on(min(allowed)):
+            pass
+    order = sorted(allowed, key=lambda core: (_place_among_siblings(core, root), core))
+    return [order[actor % len(order)] for actor in range(num_actors)]
+
+
+@contextmanager
+def children_on(core: int | None) -> Iterator[None]:
+    """Children that this thread starts inside live on that core, all their threads too. None: wherever it may itself.
+
+    Raises ConfigError if the kernel refuses.
+    """
+    if core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError as error:
+        raise ConfigError(
+            f"pin_actors: core {core} cannot be chosen ({error.strerror}), this process may use {sorted(before)}; "
+            "leave pin_actors out, or allow it to choose (taskset, the container's cpuset and seccomp profile)"
+        ) from None
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def cgroup_quota(*, root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> tuple[float | None, str]:
     """Cores that the strictest cgroup from this process up to `root` grants, or None; and which cgroup version said
     so.
@@ -55,6 +100,18 @@ def cgroup_quota(*, root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSH
             quotas = (_quota_v1(directory) for directory in _ancestors(root / hierarchy, group))
         found += [(quota, "cgroup v2" if hierarchy == "v2" else "cgroup v1") for quota in quotas if quota is not None]
     return min(found) if found else (None, "")
+
+
+def _place_among_siblings(core: int, root: Path) -> int:
+    """0 for the first hardware thread of a physical core, 1 for the second. 0 where nothing is known."""
+    words = _words(root / f"cpu{core}" / "topology" / "thread_siblings_list")
+    numbers: list[int] = []
+    for part in "".join(words).split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit():
+            return 0
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers.index(core) if core in numbers else 0
 
 
 def _affinity() -> int:

@@ -20,6 +20,7 @@ from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.errors import ConfigError, ProtocolError, WaitTimedOut
 from rollout_service.launch import prepare
 from rollout_service.launch.children import Launcher
+from rollout_service.launch.cpu import cores_of_actors
 from rollout_service.launch.ending import Ending, How
 from rollout_service.launch.run import Door, Run, open_run
 from rollout_service.launch.rundir import RunDirectory, default_run_directory
@@ -62,7 +63,10 @@ def train(config: TrainConfig, *, stream: TextIO | None = None) -> Outcome:
     Interrupted if a stop signal came that early, RunFailed if the env could not be tried out.
     """
     with open_run(config, stream=stream) as run:
-        return _conduct(run, Launcher(run.inbox, run.endpoint, run.path, config.resume))
+        cores = cores_of_actors(run.num_actors) if config.pin_actors else ()
+        if cores:
+            run.journal.say(f"actors are pinned to cores {', '.join(map(str, cores))}, the learner to none")
+        return _conduct(run, Launcher(run.inbox, run.endpoint, run.path, config.resume, cores))
 
 
 def serve(
@@ -75,6 +79,8 @@ def serve(
     """
     if config.serial:
         raise ConfigError("serve has no roles in its own process; use `train --serial`")
+    if config.pin_actors:
+        raise ConfigError("pin_actors is for actors that `train` starts; start those of serve with `taskset -c CORE`")
     with open_run(config, stream=stream, door=door) as run:
         (announce or _print_line)(run.endpoint)
         for module, count in (("learner", 1), ("workers", run.num_actors)):
