@@ -114,8 +114,7 @@ def test_another_user_is_told_uid_and_mode(directory: Path):
         for router in routers:
             router.close()
         remove_socket(inner)
-    advice = "this process is uid 65534: run all processes of a run under one uid, or serve and roles with "
-    advice += "--share-with-group"
+    advice = "this process is uid 65534: run all processes of a run under one uid"
     assert ran.stdout.splitlines() == [
         f"ConfigError {directory} belongs to uid 0, mode 0700; {advice}",
         f"ConfigError {text}/s belongs to uid 0, mode 0600; {advice}",
