@@ -73,10 +73,10 @@ class LossyRouter(Router):
                 self.lost += 1
         return kept
 
-    def send(self, peer: bytes, data: bytes, *, refusal: bool = False) -> None:
+    def send(self, peer: bytes, data: bytes) -> None:
         self._sent += 1
         if self._sent % 5:
-            super().send(peer, data, refusal=refusal)
+            super().send(peer, data)
         else:
             self.lost += 1
 
