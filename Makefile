@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 PRESET ?= tmaze
 ENV ?= CartPole-v1
 
-.PHONY: help setup train test check bench peers advise gpu figures learning chaos soak clean
+.PHONY: help setup train test check bench peers advise gpu figures learning chaos soak fuzz clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make learning  the learning suite, every memory task and arm; results in bench/results/"
 	@echo "make chaos     faults of every kind in runs that have to come out right, 20 minutes; results in bench/results/"
 	@echo "make soak      what a run takes over 20 minutes: memory, descriptors, segments; results in bench/results/"
+	@echo "make fuzz      a million hostile messages against decoder, coordinator and socket, two minutes"
 	@echo "make clean     remove what dead runs left in /dev/shm and /tmp"
 
 setup: $(INSTALLED)
@@ -66,6 +67,9 @@ learning: setup
 
 chaos: setup
 	$(BIN)/python -m bench.chaos --seconds 600 --min-kills 200
+
+fuzz: setup
+	$(BIN)/python -m bench.fuzz --messages 1000000
 
 soak: setup
 	$(BIN)/python -m bench.soak --seconds 1200

@@ -78,7 +78,11 @@ class Launcher:
     run_dir: Path
     resume: bool
     cores: Sequence[int] = ()
-    """The core of each actor; empty: any of them."""
+    """What actors are pinned to, in turns; empty: they are not."""
+
+    def core_of(self, actor_id: int) -> int | None:
+        """The core that an actor keeps to, whichever incarnation."""
+        return self.cores[actor_id % len(self.cores)] if self.cores else None
 
     def learner(self, *, restored: bool = False) -> Child:
         """restored: it follows one that was lost, and goes on from the newest checkpoint in any case."""
@@ -93,7 +97,7 @@ class Launcher:
         environment = {**ONE_THREAD, "CUDA_VISIBLE_DEVICES": ""}
         return self._start(
             Role.ACTOR, arguments, environment, f"actor-{actor_id}.{incarnation}.log", actor_id, incarnation,
-            core=self.cores[actor_id] if self.cores else None,
+            core=self.core_of(actor_id),
         )  # fmt: skip
 
     def _start(

@@ -50,8 +50,10 @@ def usable_cores(
     )
 
 
-def cores_of_actors(num_actors: int, *, allowed: Collection[int] | None = None, root: Path = CPU_ROOT) -> list[int]:
-    """One core per actor, in turns over those this process may use: first one of every physical core, then the others.
+def cores_in_turn(*, allowed: Collection[int] | None = None, root: Path = CPU_ROOT) -> tuple[int, ...]:
+    """The cores this process may use, in the order in which actors get them, over and over.
+
+    First one hardware thread of every physical core, then the others.
 
     Raises ConfigError where this process cannot choose cores, for itself or for its children.
     """
@@ -61,8 +63,7 @@ def cores_of_actors(num_actors: int, *, allowed: Collection[int] | None = None, 
         allowed = os.sched_getaffinity(0)
         with children_on(min(allowed)):
             pass
-    order = sorted(allowed, key=lambda core: (_place_among_siblings(core, root), core))
-    return [order[actor % len(order)] for actor in range(num_actors)]
+    return tuple(sorted(allowed, key=lambda core: (_place_among_siblings(core, root), core)))
 
 
 @contextmanager

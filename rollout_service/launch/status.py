@@ -59,6 +59,8 @@ def running(keys: Keys | None = None) -> list[RunStatus]:
         if segment.kind != ROLLOUT_KIND or not segment.owner_alive or not segment.ready or "endpoint" not in header:
             continue
         report, problem = _ask(header["endpoint"], keys)
+        for actor in (report or {}).get("actors", ()):
+            actor["cores"] = _cores(actor["pid"], segment.owner_pid)
         found.append(
             RunStatus(
                 run_id=header["run_id"],
@@ -88,6 +90,18 @@ def _ask(endpoint: str, keys: Keys | None) -> tuple[dict[str, Any] | None, str]:
     return (answer.report, "") if isinstance(answer, StatusReport) else (None, "no answer")
 
 
+def _cores(pid: int | None, parent: int) -> list[int] | None:
+    """The cores that an actor keeps to. None: any that the run may use, or nobody knows: it is no child of the run."""
+    import psutil
+
+    try:
+        process, owner = psutil.Process(pid or 0), psutil.Process(parent)
+        own = sorted(process.cpu_affinity() or ())
+        return own if process.ppid() == parent and own != sorted(owner.cpu_affinity() or ()) else None
+    except (psutil.Error, AttributeError):  # cpu_affinity is not everywhere
+        return None
+
+
 def render(run: RunStatus) -> str:
     """One run as text of a few lines, a table of its actors among them."""
     lines = [
@@ -107,7 +121,7 @@ def render(run: RunStatus) -> str:
     ]
     if (waiting := report.get("waiting_for")) and (waited := report.get("waiting_seconds") or 0.0) >= SHOWN_WAIT_S:
         lines.append(f"  waiting  {waited:.0f} s for {', '.join(waiting)}")
-    header = ("actor", "inc", "pid", "state", "steps/s", "waited for", "lag", "silent")
+    header = ("actor", "inc", "pid", "state", "steps/s", "waited for", "lag", "silent", "cores")
     rows = [header] + [
         (
             str(actor["actor_id"]),
@@ -118,10 +132,13 @@ def render(run: RunStatus) -> str:
             f"{actor.get('waited_share', 0.0):.0%}",
             _text(actor["lag"]),
             _text(actor["silent_seconds"]),
+            ",".join(map(str, actor.get("cores") or ())),
         )
         for actor in report["actors"]
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     if counters := {name: count for name, count in report.get("counters", {}).items() if count}:
         lines.append("  counted  " + "   ".join(f"{name} {count}" for name, count in counters.items()))

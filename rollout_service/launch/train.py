@@ -20,7 +20,7 @@ from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.errors import ConfigError, ProtocolError, WaitTimedOut
 from rollout_service.launch import prepare
 from rollout_service.launch.children import Launcher
-from rollout_service.launch.cpu import cores_of_actors
+from rollout_service.launch.cpu import cores_in_turn
 from rollout_service.launch.ending import Ending, How
 from rollout_service.launch.run import Door, Run, open_run
 from rollout_service.launch.rundir import RunDirectory, default_run_directory
@@ -62,11 +62,13 @@ def train(config: TrainConfig, *, stream: TextIO | None = None) -> Outcome:
     Raises ConfigError, SpaceNotSupported, SegmentError or CheckpointError before any process of the run exists,
     Interrupted if a stop signal came that early, RunFailed if the env could not be tried out.
     """
+    cores = cores_in_turn() if config.pin_actors else ()
     with open_run(config, stream=stream) as run:
-        cores = cores_of_actors(run.num_actors) if config.pin_actors else ()
-        if cores:
-            run.journal.say(f"actors are pinned to cores {', '.join(map(str, cores))}, the learner to none")
-        return _conduct(run, Launcher(run.inbox, run.endpoint, run.path, config.resume, cores))
+        launcher = Launcher(run.inbox, run.endpoint, run.path, config.resume, cores)
+        if config.pin_actors:
+            pinned = ", ".join(str(launcher.core_of(actor_id)) for actor_id in range(run.num_actors))
+            run.journal.say(f"actors keep to cores {pinned}, one each; the learner is not bound")
+        return _conduct(run, launcher)
 
 
 def serve(
