@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rollout_service.launch.run import Door
 
 PROGRAM: Final = "rollout-service"
+USAGE: Final = 2
+"""What tyro leaves with when it cannot read the words."""
 BORDER: Final = "│"
 
 
@@ -185,7 +187,7 @@ def _options(words: Sequence[str], defaults: Mapping[str, Any], kind: type[Train
                 config=(tyro.conf.EnumChoicesFromValues,),
             )
     except SystemExit as leaving:
-        if leaving.code in (0, None):
+        if leaving.code != USAGE:  # help was printed, or a stop signal came
             raise
         raise ConfigError(f"{_first_words(complaint.getvalue())}; see {program} --help") from None
     return dict(vars(chosen) if not isinstance(chosen, dict) else chosen)
