@@ -91,8 +91,8 @@ class Leases:
         }
 
 
-def acting_spec(env: str, envs: int, steps: int) -> tuple[RunSpec, ActorCritic]:
-    """A run of one actor on this env, and the policy that its parameters are of."""
+def acting_spec(env: str, envs: int, steps: int, actors: int = 1, lag: int = 0) -> tuple[RunSpec, ActorCritic]:
+    """A run on this env, `envs` for each actor, and the policy that its parameters are of."""
     sample = make_env(env)
     spaces = spaces_from_gymnasium(sample.observation_space, sample.action_space)
     sample.close()
@@ -104,7 +104,8 @@ def acting_spec(env: str, envs: int, steps: int) -> tuple[RunSpec, ActorCritic]:
         state=policy.state_spec(),
         parameters=policy.parameter_specs(),
         num_steps=steps,
-        num_actors=1,
+        max_policy_lag=lag,
+        num_actors=actors,
         envs_per_actor=envs,
         envs_per_forward=envs,
     )

@@ -24,6 +24,7 @@ SUBJECTS: Final = {
     "materialize": "a training batch out of a rollout, against stacking",
     "weights": "publishing and loading weights, against copies",
     "collect": "one actor: env steps per second, and where its time goes",
+    "actors": "collection alone by several actors: how to split envs, and what one more actor brings; about a minute",
     "train": "whole runs in lockstep and streaming: env steps per second, and where the time goes; about four minutes",
     "startup": "from the command to the first env step, by number of actors; memory of a process",
     "waiting": "the CPU that processes use while they wait, and how fast they wake up",

@@ -39,6 +39,18 @@ class NullEnv(gymnasium.Env[Observation, Any]):
         return self._observation, 0.0, self._steps >= self._length, False, {}
 
 
+class SleepingEnv(NullEnv):
+    """A NullEnv whose step takes `step_s` seconds and no CPU, as of a simulator elsewhere."""
+
+    def __init__(self, step_s: float = 0.002, size: int = 64, actions: int = 6, length: int = 200) -> None:
+        super().__init__(size, actions, length)
+        self._step_s = step_s
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        time.sleep(self._step_s)
+        return super().step(action)
+
+
 class NotingEnv(NullEnv):
     """A NullEnv of an actor that notes when its process stepped it first: `<directory>/<actor>`, monotonic seconds.
 

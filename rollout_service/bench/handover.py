@@ -75,7 +75,7 @@ def one_case(repetitions: int, envs: int, steps: int) -> tuple[str, Figures]:
 
 
 @contextmanager
-def service(spec: RunSpec, memory: RolloutMemory, updates: int) -> Iterator[str]:
+def service(spec: RunSpec, memory: RolloutMemory, updates: int, weights_segment: str = "") -> Iterator[str]:
     """The service of a run of that many updates; gives its endpoint."""
     endpoint = socket_endpoint(new_run_token())
     try:
@@ -84,7 +84,7 @@ def service(spec: RunSpec, memory: RolloutMemory, updates: int) -> Iterator[str]
             run_id="bench",
             config_json="{}",
             rollout_segment=memory.name,
-            weights_segment="",
+            weights_segment=weights_segment,
             total_updates=updates,
             step_timeout=DEADLINE_S,
         )

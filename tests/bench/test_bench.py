@@ -18,6 +18,7 @@ import torch
 from learner.gae import Estimator, advantages_and_returns
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from rollout_service.bench import (
+    actors,
     collect,
     gae,
     handover,
@@ -34,7 +35,7 @@ from rollout_service.bench.envs import NullEnv
 from rollout_service.bench.report import Report, markdown, plain, show, text
 from rollout_service.bench.rig import NULL_ENV, fill_slot, paper_spec, rollout_memory
 from rollout_service.bench.timing import Samples, alternate, quartiles
-from rollout_service.errors import ConfigError, RunFailed
+from rollout_service.errors import ConfigError, RunFailed, WaitTimedOut
 
 ROOT = Path(__file__).parents[2]
 TINY_RUN = train.Case("tiny", NULL_ENV, 4, 2, num_steps=8, hidden_dim=8, encoder_dim=8, minibatches=2)
@@ -68,6 +69,10 @@ SUBJECTS_AT_TINY_SIZES: dict[str, tuple[Callable[[], Report], set[str]]] = {
     "collect": (
         lambda: collect.measure(2, envs=(2,), steps=4),
         {"env_steps_per_s", *(f"{phase}_{unit}" for phase in ("policy", "env", "rest") for unit in ("us", "share"))},
+    ),
+    "actors": (
+        lambda: actors.measure(1, cases=(actors.SLOW_ONES.same(2, 1), actors.SLOW_ONES.same(1, 1)), measured_s=0.1),
+        {"env_steps_per_s"},
     ),
     "train": (
         lambda: train.measure(1, cases=(TINY_RUN,)),
@@ -154,6 +159,26 @@ def test_the_null_env_ends_by_termination_after_its_length():
     observation, _ = env.reset(seed=1)
     assert observation.tolist() == [0.0, 0.0, 0.0]
     assert [env.step(0)[2:4] for _ in range(2)] == [(False, False), (True, False)]
+
+
+def test_rates_of_several_actors_are_compared_within_a_repetition():
+    four, all_in_one, one = (actors.SLOW_ONES.same(*split) for split in ((4, 4), (1, 16), (1, 4)))
+    figures = actors.compared({four: [40.0, 90.0, 80.0], all_in_one: [20.0, 30.0, 20.0], one: [10.0, 30.0, 20.0]})
+    assert list(figures) == ["slow, 4x4", "slow, 1x16", "slow, 1x4"]
+    assert figures["slow, 4x4"] == {
+        "env_steps_per_s": 80.0, "rate_over_one_times": 4.0, "rate_over_all_in_one_times": 3.0,
+    }  # fmt: skip
+    assert figures["slow, 1x16"] == {"env_steps_per_s": 20.0}
+
+
+def test_actors_that_break_are_reported_with_their_words():
+    def fail() -> None:
+        with actors.workers("no://endpoint", 1) as started:
+            assert started[0].wait(30) != 0
+            raise WaitTimedOut("nobody came")
+
+    with pytest.raises(RunFailed, match=r"(?s)nobody came.*no://endpoint"):
+        fail()
 
 
 # Timing

@@ -317,6 +317,7 @@ def answers(*given: bool) -> Callable[[], bool]:
 
 def test_a_hurried_step_leaves_the_remaining_resets_for_later() -> None:
     batch, out = batch_of(TickEnv(1), TickEnv(1, "trunc"), TickEnv(9), TickEnv(1))
+    out["observations"].fill(np.nan)  # a row of a slot that nobody has written yet
     outcome = batch.step(zeros(batch), out, answers(False, True))
     assert outcome.ended_envs == outcome.starting_envs == [0, 1, 3]
     assert outcome.final_observations["observations"][1].tolist() == [0, 1]

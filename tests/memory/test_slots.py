@@ -12,7 +12,7 @@ import pytest
 from rollout_service.errors import IncompleteRollout, OutOfRange, SegmentMismatch, ShapeError
 from rollout_service.memory.schema import Field, Per, rollout_fields
 from rollout_service.memory.segment import Segment
-from rollout_service.memory.slots import RolloutMemory, SlotHeader, SlotWriter
+from rollout_service.memory.slots import RolloutMemory, SlotHeader, SlotWriter, all_finite
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.runspec import ArraySpec, Leaf, SpaceKind, Spaces
 from tests.memory.other_process import OtherProcess
@@ -234,6 +234,27 @@ def test_observation_rows_are_views_of_one_step(memory: RolloutMemory) -> None:
     assert rows.keys() == {"observations.image", "observations.place"}
     rows["observations.place"][2] = (1, 2, 3)
     assert memory.array("observations.place")[1, 2, 3].tolist() == [1, 2, 3]
+
+
+def test_rows_are_views_of_every_field_per_step_with_sentinels_after_open(memory: RolloutMemory) -> None:
+    writer = memory.writer(1)
+    fill(writer)
+    writer.open(epoch=2, actor=0, incarnation=0, version=0)
+    rows = writer.rows(2)
+    assert rows.keys() == {field.name for field in FIELDS if field.per is Per.STEP}
+    assert not any(rows[name].any() for name in ("terminated", "truncated", "valid"))
+    assert np.isnan(rows["truncation_values"]).all()
+    rows["rewards"][...] = range(E)
+    assert memory.array("rewards")[1, :, 2].tolist() == list(range(E))
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [([0.0, 1.0], True), ([3e38, 3e38], True), ([1.0, np.nan], False), ([np.inf, 0.0], False), ([0.0, -np.inf], False)],
+)
+def test_finite_is_what_has_no_nan_and_no_infinity(values: list[float], finite: bool) -> None:
+    assert all_finite(np.array(values, np.float32)) is finite
+    assert all_finite(np.tile(np.array(values, np.float32), (3, 4))[:, 2:]) is finite
 
 
 def test_one_env_a_run_of_envs_and_a_selection_can_be_written(memory: RolloutMemory) -> None:
