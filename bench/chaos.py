@@ -9,7 +9,6 @@ must hold did not.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any, Final
 
 from bench.faults import run_with_faults
 from bench.short_runs import run_and_stop, run_to_the_end
-from rollout_service.bench.report import surroundings
+from rollout_service.bench.report import record
 
 RESULTS = Path(__file__).parent / "results" / "chaos.json"
 COMMAND = "python -m bench.chaos"
@@ -71,11 +70,7 @@ def main() -> int:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rs-chaos-") as directory:
         figures = chaos(chosen, Path(directory))
-    command = " ".join([COMMAND, *sys.argv[1:]])
-    text = json.dumps({"command": command, **surroundings(), **figures}, indent=1, allow_nan=False)
-    chosen.results.parent.mkdir(parents=True, exist_ok=True)
-    chosen.results.write_text(text + "\n")
-    print(text)
+    record(chosen.results, " ".join([COMMAND, *sys.argv[1:]]), figures)
     return 0 if figures["right"] else 1
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import psutil
 
 from rollout_service import checkpoint
-from rollout_service.bench.report import surroundings
+from rollout_service.bench.report import record
 from tests.fixtures.machine import Service
 
 RESULTS = Path(__file__).parent / "results" / "learner_restart.json"
@@ -213,11 +213,7 @@ def main() -> int:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rs-chaos-") as directory:
         figures = chaos(Path(directory), kills=chosen.kills, seed=chosen.seed)
-    command = " ".join([COMMAND, *sys.argv[1:]])
-    text = json.dumps({"command": command, **surroundings(), **figures}, indent=1, allow_nan=False)
-    chosen.results.parent.mkdir(parents=True, exist_ok=True)
-    chosen.results.write_text(text + "\n")
-    print(text)
+    record(chosen.results, " ".join([COMMAND, *sys.argv[1:]]), figures)
     return 0 if figures["right"] else 1
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import random
 import socket
@@ -23,11 +22,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 import psutil
 
+from rollout_service.bench.report import record
 from rollout_service.bench.rig import paper_spec
 from rollout_service.control.client import Client
 from rollout_service.control.coordinator import Coordinator, Notify, Send
@@ -57,6 +58,7 @@ from rollout_service.errors import MessageRejected
 from rollout_service.memory.segment import new_run_token
 from rollout_service.runspec import PROTOCOL_VERSION, RunSpec
 
+RESULTS: Final = Path(__file__).parent / "results" / "fuzz.json"
 MESSAGES_DEFAULT: Final = 1_000_000
 OVER_A_SOCKET: Final = 20
 """One in so many goes over a real socket."""
@@ -472,9 +474,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.fuzz", description="Hostile messages against the service.")
     parser.add_argument("--messages", type=int, default=MESSAGES_DEFAULT, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where the figures go")
     chosen = parser.parse_args(words)
     found = fuzz(chosen.messages, chosen.seed)
-    print(json.dumps(found, indent=2))
+    record(chosen.results, " ".join(["python -m bench.fuzz", *(sys.argv[1:] if words is None else words)]), found)
     return 1 if found["problems"] else 0
 
 

@@ -8,7 +8,6 @@ descriptors, threads or segments did not stay what it was.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import statistics
 import sys
@@ -23,7 +22,7 @@ import psutil
 
 from bench.faults import EXIT_CTRL_C, settings
 from bench.watched import Watch, WatchedRun, elapse, until
-from rollout_service.bench.report import surroundings
+from rollout_service.bench.report import record
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
 COMMAND = "python -m bench.soak"
@@ -133,11 +132,7 @@ def main() -> int:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rs-soak-") as directory:
         figures = soak(Path(directory), schedule=chosen.schedule, seconds=chosen.seconds)
-    command = " ".join([COMMAND, *sys.argv[1:]])
-    text = json.dumps({"command": command, **surroundings(), **figures}, indent=1, allow_nan=False)
-    chosen.results.parent.mkdir(parents=True, exist_ok=True)
-    chosen.results.write_text(text + "\n")
-    print(text)
+    record(chosen.results, " ".join([COMMAND, *sys.argv[1:]]), figures)
     return 0 if figures["right"] else 1
 
 

@@ -41,8 +41,8 @@ class PpoSettings:
         )
 
 
-class Minibatch(Protocol):
-    """The fields of a sequence batch that the loss reads, [n, T] each."""
+class Targets(Protocol):
+    """What a rollout says about its rows."""
 
     @property
     def old_log_probs(self) -> Tensor: ...
@@ -52,6 +52,11 @@ class Minibatch(Protocol):
     def advantages(self) -> Tensor: ...
     @property
     def returns(self) -> Tensor: ...
+
+
+class Minibatch(Targets, Protocol):
+    """The fields of a sequence batch that the loss reads, [n, T] each."""
+
     @property
     def valid(self) -> Tensor: ...
 
@@ -134,17 +139,9 @@ def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, settings: PpoSettings
     return loss, figures
 
 
-class WeighedRows(Protocol):
+class WeighedRows(Targets, Protocol):
     """Rows of a minibatch, float32 [M] each, laid out for `ppo_slopes`: 0 where not valid."""
 
-    @property
-    def old_log_probs(self) -> Tensor: ...
-    @property
-    def old_values(self) -> Tensor: ...
-    @property
-    def advantages(self) -> Tensor: ...
-    @property
-    def returns(self) -> Tensor: ...
     @property
     def value_weights(self) -> Tensor:
         """2 * value_coefficient"""

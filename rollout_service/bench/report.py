@@ -8,6 +8,7 @@ What must never happen: a figure in a table that the JSON lacks, or control char
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -125,6 +126,14 @@ def surroundings() -> dict[str, str]:
             [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)]
         ),
     }
+
+
+def record(path: Path, command: str, figures: Mapping[str, Any]) -> None:
+    """Figures with command and surroundings as JSON, into a file and on standard output."""
+    text = json.dumps({"command": command, **surroundings(), **figures}, indent=1, allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 def usable_cores() -> int:

@@ -44,6 +44,8 @@ START_S: Final = 90.0
 LEAVE_S: Final = 0.5
 """Once it has said enough; then it is killed: some need seconds to end."""
 LAST_WORDS: Final = 2000
+SHARED_MEMORY: Final = Path("/dev/shm")
+"""Where torch keeps tensors that processes share, under the pid of their maker, which a killed one leaves behind."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +161,6 @@ def _end(process: subprocess.Popen[str]) -> None:
             child.kill()
     process.wait()
     psutil.wait_procs(started, timeout=LEAVE_S)
+    for pid in (process.pid, *(child.pid for child in started)):
+        for left in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+            left.unlink(missing_ok=True)

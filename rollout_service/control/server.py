@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rollout_service.control.coordinator import Coordinator, Effect, Notify, Send
 from rollout_service.control.events import Event, ServerFailed
-from rollout_service.control.messages import Batch, Stop, decode, encode
+from rollout_service.control.messages import Batch, StatusReport, Stop, decode, encode
 from rollout_service.control.transport import Router
 from rollout_service.errors import MessageRejected, ProtocolError, WaitTimedOut
 
@@ -64,9 +64,7 @@ class Server:
         found: dict[str, Any] = {}
 
         def ask(coordinator: Coordinator, now: float) -> list[Effect]:
-            found.update(coordinator.report(now))
-            # What was refused before it could say a word; plain integers, in the order of names.
-            found["counters"] = dict(sorted({**found["counters"], **(+self._router.counters)}.items()))
+            found.update(self._with_refusals(coordinator.report(now)))
             return []
 
         try:
@@ -146,12 +144,19 @@ class Server:
 
     def _send(self, send: Send) -> None:
         """One message. What cannot be packed (a report that grew too large) is counted, and the loop lives."""
+        message = send.message
+        if isinstance(message, StatusReport):
+            message = StatusReport(report=self._with_refusals(message.report))
         try:
-            data = encode(send.message)
+            data = encode(message)
         except MessageRejected:
             self._coordinator.counters["unsendable_messages"] += 1
             return
         self._router.send(send.peer, data)
+
+    def _with_refusals(self, report: dict[str, Any]) -> dict[str, Any]:
+        """A report of the coordinator, and what the socket refused before it could say a word."""
+        return {**report, "counters": dict(sorted({**report["counters"], **(+self._router.counters)}.items()))}
 
     def _say_goodbye(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

@@ -8,7 +8,7 @@ Who uses what: `server.Server` owns the Router, `client.Client` owns Dealers; no
 What must never happen:
   - a socket used across a fork: one used in another process says so;
   - a wait that cannot be ended: `wake` ends one from another thread or from a signal handler.
-What both lines keep besides: nothing a peer does raises out of a loop, nothing blocks, memory is bounded.
+What the sockets below keep besides (zeromq): nothing a peer does raises out of a loop, memory is bounded.
 
 Left to others: where sockets live and who may connect (endpoints), what the bytes mean (messages), who answers what
 (coordinator), resending (client).
@@ -74,33 +74,33 @@ class Router(_Endpoint):
     ) -> None:
         check_endpoint(endpoint, allow_tcp=allow_tcp, authenticated=keys is not None)
         super().__init__()
-        self._line = ZmqRouter(endpoint, keys, access or SocketAccess())
-        self.endpoint: str = self._line.endpoint
+        self._socket = ZmqRouter(endpoint, keys, access or SocketAccess())
+        self.endpoint: str = self._socket.endpoint
 
     @property
     def counters(self) -> Counter[str]:
         """Connections that never came to say a word: what was refused below the protocol."""
-        return self._line.counters
+        return self._socket.counters
 
     def wake(self) -> None:
         """Ends a `receive` that is waiting, or the next one. Safe from other threads and from signal handlers."""
         if not self._closed:
-            self._line.wake()
+            self._socket.wake()
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, bytes]]:
         """(peer, message) pairs, as soon as there is one; [] after timeout_s, on a wake-up, or for no reason at all."""
         self._check_process()
-        return self._line.receive(timeout_s, MESSAGES_PER_RECEIVE)
+        return self._socket.receive(timeout_s, MESSAGES_PER_RECEIVE)
 
     def send(self, peer: bytes, data: bytes) -> None:
         """Hands a message to a peer; one that is gone, or too slow to read, loses it."""
         self._check_process()
-        self._line.send(peer, data)
+        self._socket.send(peer, data)
 
     def close(self, flush_s: float = 0.0) -> None:
         """Closes the socket; messages not yet handed to the kernel get up to flush_s seconds. Idempotent."""
         if self._may_close():
-            self._line.close(flush_s)
+            self._socket.close(flush_s)
 
 
 class Dealer(_Endpoint):
@@ -113,17 +113,17 @@ class Dealer(_Endpoint):
         super().__init__()
         if not endpoint.startswith((IPC, TCP)):
             raise ConfigError(f"cannot connect to {endpoint!r}: no endpoint; use ipc://PATH or tcp://HOST:PORT")
-        self._line = ZmqDealer(endpoint, keys)
+        self._socket = ZmqDealer(endpoint, keys)
 
     def wake(self) -> None:
         """Ends a `receive` that is waiting, or the next one. Safe from other threads and from signal handlers."""
         if not self._closed:
-            self._line.wake()
+            self._socket.wake()
 
     def send(self, data: bytes) -> None:
         """Queues a message. With the queue full (nobody reads) it is dropped: who waits for an answer sends again."""
         self._check_process()
-        self._line.send(data)
+        self._socket.send(data)
 
     def receive(self, timeout_s: float, interrupted: Callable[[], bool] = lambda: False) -> bytes | None:
         """The next message, or None after timeout_s, on a wake-up, or once `interrupted` says so.
@@ -133,19 +133,19 @@ class Dealer(_Endpoint):
         """
         self._check_process()
         deadline = time.monotonic() + timeout_s
-        while (data := self._line.take()) is None:
+        while (data := self._socket.take()) is None:
             left = deadline - time.monotonic()
             if left <= 0 or interrupted():
                 return None
-            if self._line.wait(min(left, POLL_SLICE_S)) is Woken.BY_CALL:
+            if self._socket.wait(min(left, POLL_SLICE_S)) is Woken.BY_CALL:
                 return None
         return data
 
     def refusal(self) -> str:
         """Why the other side does not even listen to this one, if that is known."""
-        return self._line.refusal()
+        return self._socket.refusal()
 
     def close(self, flush_s: float = 0.0) -> None:
         """Closes the socket; messages not yet handed to the kernel get up to flush_s seconds. Idempotent."""
         if self._may_close():
-            self._line.close(flush_s)
+            self._socket.close(flush_s)

@@ -71,9 +71,9 @@ def test_any_fields_under_a_right_name_end_in_an_answer_or_a_rejection(name: str
         message = decode(msgpack.packb({"v": PROTOCOL_VERSION, "type": name, **chosen}))
     except MessageRejected:
         return
-    for effect in coordinator.handle(b"a", message, 1.0):
-        if isinstance(effect, Send):
-            encode(effect.message)
+    answers = [effect.message for effect in coordinator.handle(b"a", message, 1.0) if isinstance(effect, Send)]
+    assert [decode(encode(answer)) for answer in answers] == answers
+    assert coordinator.report(1.0)["account"]["missing"] == 0
 
 
 @pytest.mark.parametrize(

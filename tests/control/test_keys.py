@@ -16,7 +16,7 @@ import zmq
 from rollout_service.cli import main
 from rollout_service.control.client import Client
 from rollout_service.control.keys import CLIENT_FILE, SERVICE_FILE, Keys, generate
-from rollout_service.control.messages import Hello, Role
+from rollout_service.control.messages import Hello, Role, Status, StatusReport
 from rollout_service.control.server import Server
 from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import ConfigError, HandshakeRefused, WaitTimedOut
@@ -84,8 +84,12 @@ def test_a_client_with_another_key_is_refused_counted_and_told(
     with serving(service_keys) as server:
         with pytest.raises(HandshakeRefused, match="does not know this client's key"):
             connect(server, strangers_keys(tmp_path, service_keys.public), deadline_s=0.5)
-        assert counted(server, "refused_keys") >= 1
-        connect(server, client_keys).close()
+        refused = counted(server, "refused_keys")
+        assert refused >= 1
+        with closing(connect(server, client_keys)) as client:
+            answer = client.exchange(Status(), StatusReport, resend_every_s=1.0, deadline_s=DEADLINE_S)
+            assert answer is not None
+            assert answer.report["counters"]["refused_keys"] == refused, "and whoever asks for the status sees it"
 
 
 def test_a_client_without_keys_is_refused_and_counted(service_keys: Keys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -22,4 +23,5 @@ pytestmark = [
 
 @pytest.mark.parametrize("run", CHECKS.values(), ids=CHECKS)
 def test_it_holds_on_the_gpu(run: Callable[[torch.device], dict[str, float]]) -> None:
-    run(torch.device("cuda"))
+    figures = run(torch.device("cuda"))
+    assert all(math.isfinite(figure) for figure in figures.values()), figures

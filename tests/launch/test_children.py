@@ -75,12 +75,12 @@ def orphan_a_child(tmp_path: Path, arguments: str) -> psutil.Process:
 
 def test_a_child_dies_with_its_parent(tmp_path: Path):
     child = orphan_a_child(tmp_path, "")
-    eventually(lambda: not child.is_running(), 5, "the child is gone")
+    assert eventually(lambda: not child.is_running(), 5, "the child is gone")
 
 
 def test_a_child_that_ignores_sigterm_is_ended_after_its_grace(tmp_path: Path):
     child = orphan_a_child(tmp_path, "on_death=signal.SIGTERM, grace_s=0.3")
-    eventually(lambda: not child.is_running(), 5, "the child is gone")
+    assert eventually(lambda: not child.is_running(), 5, "the child is gone")
 
 
 def test_a_role_started_by_hand_follows_nobody():
