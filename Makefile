@@ -27,7 +27,7 @@ help:
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml setup.py learner/_single_pass.c constraints.txt
+$(INSTALLED): pyproject.toml setup.py learner/_single_pass.c $(wildcard rollout_service/policy/_*.[ch]) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) -V); try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -1,7 +1,7 @@
-"""The one part of the build that pyproject.toml has no settled word for: the compiled pass of the learner.
+"""The one part of the build that pyproject.toml has no settled word for: the compiled parts.
 
-It is optional: where it cannot be compiled the package installs without it, and numpy computes the same
-(docs/decisions/0014). One binary serves every CPython from 3.11 on.
+They are optional: where they cannot be compiled the package installs without them, and numpy and torch compute the same
+(docs/decisions/0014, 0016). One binary of each serves every CPython from 3.11 on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ setup(
             extra_compile_args=["-O3", "-ffp-contract=off"],
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension(
+            "rollout_service.policy._layers",
+            ["rollout_service/policy/_layers.c"],
+            depends=[f"rollout_service/policy/_{name}.h" for name in ("tiles", "lstm_layer", "dense_layer")],
+            extra_compile_args=["-O3"],
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -28,7 +28,7 @@ from torch import Tensor
 from learner.ppo import PpoSettings
 from learner.sequences import SequenceBatch
 from rollout_service.policy.actor_critic import ActorCritic, NetworkRows
-from rollout_service.policy.resets import lay_out
+from rollout_service.policy.recurrent import plan_for
 
 Rows = NDArray[np.int64]
 
@@ -49,7 +49,7 @@ class Block:
     inputs: NetworkRows
     actions: Tensor
     flags: Tensor | None
-    """float32 [p, n, 1]: 1 where no real step is; None if every place is one."""
+    """float32 [p, n, 1], as the core wants them; None if all are 0."""
     initial_state: dict[str, Tensor]
     """[L, n, H], zero for rows that begin an episode."""
     old_log_probs: Tensor
@@ -72,11 +72,12 @@ class PaddedBatch:
             # A row past the end counts as ended, and a reset in front of it would lengthen the sequence for nothing.
             starts = batch.episode_starts.ne(0) & valid
             starts[:, 0] |= ~valid[:, 0]
-            plan = lay_out(starts)
+            plan = plan_for(policy.core, starts)
             places = (plan.num_steps, plan.num_rows)
             self._source = plan.source.view(places)
             flags = plan.flags.view(places)
-            live = valid.reshape(-1)[plan.source].view(places) & flags.eq(0)
+            live = torch.zeros_like(plan.source, dtype=torch.bool)
+            live = live.index_copy_(0, plan.real, valid.reshape(-1)).view(places)
             fields = (batch.old_log_probs, batch.old_values, batch.advantages, batch.returns)
             numbers = torch.stack([field.reshape(-1) for field in fields])[:, plan.source].view(4, *places)
             weight = live.float()
@@ -88,6 +89,7 @@ class PaddedBatch:
             self._actions = actions.masked_fill(~keep, policy.spaces.action.start)
             self._state = {name: state.masked_fill(starts[:, :1], 0.0) for name, state in batch.initial_state.items()}
         self.num_steps = batch.valid.shape[1]
+        self._unmarked_steps = 0 if policy.core.resets_in_place else self.num_steps
         self.lengths: Rows = plan.lengths.cpu().numpy()
         """int64 [N]: padded steps of every row."""
         self.counts: Rows = valid.sum(1).cpu().numpy()
@@ -120,7 +122,7 @@ class PaddedBatch:
             steps,
             self._inputs.take(source),
             self._actions.index_select(0, source),
-            flags.view(steps, -1, 1) if steps > self.num_steps else None,
+            flags.view(steps, -1, 1) if steps > self._unmarked_steps else None,
             {name: state.index_select(1, chosen) for name, state in self._state.items()},
             *fields,
         )

@@ -19,6 +19,7 @@ import torch
 
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import POLICY_PREFIX
+from rollout_service.envs.bad_data import BadData
 from rollout_service.envs.opening import open_envs
 from rollout_service.envs.protocol import EnvRows, FinishedEpisode
 from rollout_service.envs.seeding import Purpose, generator, reset_seed
@@ -48,25 +49,29 @@ class EvaluationResult:
 
 
 def evaluate(
-    run_dir: Path, *, episodes: int = 100, argmax: bool = False, num_envs: int = 8, seed: int = 1
+    run_dir: Path, *, episodes: int = 100, best: bool = False, argmax: bool = False, num_envs: int = 8, seed: int = 1
 ) -> EvaluationResult:
     """Plays `episodes` episodes and returns their figures.
 
-    run_dir: a run, of which the newest usable checkpoint is taken, or one checkpoint. argmax: the most probable
-    action instead of a sample. num_envs: E. Raises CheckpointError without a usable checkpoint, ConfigError for
-    counts below 1, EnvFault for an env that fails or whose episode does not end.
+    run_dir: a run, of which the newest usable checkpoint is taken, or one checkpoint. best: of a run the one with the
+    highest return_mean instead. argmax: the most probable action instead of a sample. num_envs: E. Raises
+    CheckpointError without a usable checkpoint, ConfigError for counts below 1, EnvFault for an env that fails or whose
+    episode does not end.
     """
     for name, count in (("episodes", episodes), ("num_envs", num_envs)):
         if count < 1:
             raise ConfigError(f"{name} is {count}, it must be at least 1")
-    usable = checkpoints.require(Path(run_dir))
+    usable = checkpoints.require(Path(run_dir), by_score=best)
     checkpoint = usable.checkpoint
+    spec = checkpoint.manifest.run_spec
+    bad_data = BadData(spec.on_bad_data, spec.obs_limit)
     finished = play(
-        load_policy(checkpoint.manifest.run_spec, checkpoint.arrays),
-        checkpoint.manifest.run_spec,
+        load_policy(spec, checkpoint.arrays),
+        spec,
         quotas(episodes, min(num_envs, episodes)),
         argmax=argmax,
         seed=seed,
+        bad_data=bad_data,
     )
     returns = np.array([episode.total_reward for episode in finished], np.float64)
     successes = [episode.success for episode in finished if episode.success is not None]
@@ -77,7 +82,7 @@ def evaluate(
         return_std=float(returns.std()),
         success_rate=float(np.mean(successes)) if successes else None,
         length_mean=float(np.mean([episode.length for episode in finished])),
-        warnings=usable.warnings,
+        warnings=(*usable.warnings, *bad_data.take()[1]),
     )
 
 
@@ -98,11 +103,22 @@ def load_policy(spec: RunSpec, arrays: Mapping[str, np.ndarray]) -> ActorCritic:
     return policy
 
 
-def play(policy: ActorCritic, spec: RunSpec, quota: list[int], *, argmax: bool, seed: int) -> list[FinishedEpisode]:
-    """Plays quota[e] episodes in env e, all envs side by side; returns them in the order in which they ended."""
+def play(
+    policy: ActorCritic,
+    spec: RunSpec,
+    quota: list[int],
+    *,
+    argmax: bool,
+    seed: int,
+    bad_data: BadData | None = None,
+) -> list[FinishedEpisode]:
+    """Plays quota[e] episodes in env e, all envs side by side; returns them in the order in which they ended.
+
+    bad_data: what to do about episodes that cannot be played to their end; by default they raise EnvFault.
+    """
     rows = range(len(quota))
     seeds = [reset_seed(seed, Purpose.EVALUATION_ENV, env) for env in rows]
-    envs = open_envs(spec.env, spec.env_kwargs, spec.vectorize, env_ids=rows, seeds=seeds)
+    envs = open_envs(spec.env, spec.env_kwargs, spec.vectorize, env_ids=rows, seeds=seeds, bad_data=bad_data)
     if envs.spaces != spec.spaces:
         envs.close()
         raise SpaceNotSupported(f"env {spec.env!r} has {envs.spaces}, the checkpoint's policy is for {spec.spaces}")

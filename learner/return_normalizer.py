@@ -45,7 +45,9 @@ class ReturnNormalizer:
         """Takes one rollout in.
 
         rewards: float [N, T]; ended, valid: bool [N, T]; starts: [N], 1 where row 0 begins an episode; envs: int [N],
-        of which env each sequence is, 0..N-1 by default. One that comes again goes on where it came before.
+        of which env each sequence is, 0..N-1 by default. One that comes again goes on where it came before. A row that
+        is not valid counts nowhere: if it ended, as in a dropped episode, the return starts anew behind it; if not,
+        nothing was there, and the return goes on.
         Raises ShapeError unless all N are the same, and without `envs` the number of envs.
         """
         sequences = np.arange(len(self.carried)) if envs is None else np.asarray(envs)
@@ -59,13 +61,13 @@ class ReturnNormalizer:
             own = sequences[turn]
             # Selected, not multiplied: an unwritten row holds NaN, and 0 * NaN is NaN.
             counted = np.where(valid[turn], rewards[turn], 0.0).T.astype(np.float64)
-            lives_on = (valid[turn] & ~ended[turn]).T
+            over = ended[turn].T
             stays = ~valid[turn].T
             carried = np.where(np.asarray(starts)[turn] > 0, 0.0, self.carried[own])
             for t, reward in enumerate(counted):
                 seen = carried + reward
                 returns[t, turn] = seen
-                carried = np.where(stays[t], carried, np.where(lives_on[t], self.gamma * seen, 0.0))
+                carried = np.where(over[t], 0.0, np.where(stays[t], carried, self.gamma * seen))
             self.carried[own] = carried
         self._merge(returns.T[valid])
 

@@ -44,6 +44,7 @@ class RewardScale:
         rows = np.flatnonzero(counts)
         valid = live_rows(rollout, counts)[rows]
         ends = ended(rollout.terminated().T[rows], rollout.truncated().T[rows], valid)
+        ends &= np.arange(ends.shape[1]) < counts[rows, None]  # behind row K-1 nothing ends
         envs = rollout.run_env_ids()[rows]
         starts = self._starts(rollout.incarnations()[rows], rollout.episode_start_carry()[rows], envs)
         self._returns.update(rollout.rewards().T[rows], ends, valid, starts, envs)

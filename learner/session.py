@@ -5,7 +5,9 @@
     publish the version above every earlier one -> READY
     BATCH -> update -> weights of the next version -> PUBLISH, over and over
              in streaming RELEASE in between, once the batch is copied
+    RESTORE -> as with resume, READY once more
     STOP, SIGTERM or a silent service -> checkpoint of the last whole update -> BYE
+             not in a deterministic run, where checkpoints lie at barriers only
 
 Writers: this process writes the weights segment, its slots' products and seeds, and the run's checkpoints. A stop
 inside an update is noticed before the next minibatch; that update leaves no trace. A learner that was killed, at
@@ -27,17 +29,20 @@ import torch
 from learner import single_pass
 from learner.epochs import Outcome
 from learner.rollout_buffer import RecurrentRolloutBuffer
+from learner.saving import Saving
 from learner.trainer import Trainer
 from rollout_service import checkpoint as checkpoints
 from rollout_service.checkpoint import Checkpoint
 from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.client import Client
-from rollout_service.control.messages import Batch, Publish, Ready, Release, Stop, Welcome
+from rollout_service.control.messages import Batch, Publish, Ready, Release, Restore, Stop, Welcome
 from rollout_service.errors import CheckpointError, ConfigError, ProtocolError
 from rollout_service.memory.presence import LEARNER, Presence
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
+from rollout_service.policy import compiled
 from rollout_service.runspec import NUM_BANKS, RunSpec, StateStrategy
+from rollout_service.tally import TallyRecord
 
 RECEIVE_S: Final = 0.5
 """How long one wait for a message lasts, so that a stop flag set by a signal is seen soon."""
@@ -66,30 +71,37 @@ class LearnerSession:
         self.version = welcome.version
         self.goes_on = run_dir is None or self.config.resume or welcome.version > 0
         """Checkpoints in run_dir are of this very run: the service puts those of an earlier one aside."""
-        self.saved_update = -1
+        self.saving = Saving(self.trainer, self.run_dir)
         self._published: Publish | None = None
 
     def prepare(self, resume: bool) -> None:
         """Restores or writes checkpoint 0, publishes the first weights, says READY."""
         self.client.pulse.phase = "preparing"
-        if not single_pass.BUILT:
-            print(f"learner: {single_pass.NOT_BUILT}", file=sys.stderr, flush=True)
+        for built, what in ((single_pass.BUILT, single_pass.NOT_BUILT), (compiled.BUILT, compiled.NOT_BUILT)):
+            if not built:
+                print(f"learner: {what}", file=sys.stderr, flush=True)
         found = self._newest_checkpoint() if resume else None
-        saved_version = 0
+        # The segment knows of weights whose PUBLISH was never sent, the checkpoint of those of an earlier run.
+        above, figures, tally = max(self.version, self.weights.newest_version()), {}, TallyRecord()
         if found is not None:
             self.trainer.restore(found)
-            self.saved_update = self.trainer.updates_done
-            saved_version = found.manifest.version
-        # The segment knows of weights whose PUBLISH was never sent, the checkpoint of those of an earlier run.
-        self.version = max(self.version, self.weights.newest_version(), saved_version) + 1
+            self.saving.restored()
+            manifest = found.manifest
+            figures, tally = manifest.figures, manifest.tally
+            # Of a barrier the weights are the same whenever they are published: so is their version, where it is free.
+            above = max(above, manifest.version - self.config.deterministic)
+        self.version = above + 1
         if found is None:
-            self.checkpoint()
+            self.client.pulse.phase = "checkpointing"
+            self.saving.save(self.version)
         self.weights.publish(self.version, self.trainer.weights())
         self.client.send(
             Ready(
                 version=self.version,
                 updates_done=self.trainer.updates_done,
                 env_steps_done=self.trainer.env_steps_done,
+                metrics=figures,
+                tally=tally,
             )
         )
 
@@ -112,14 +124,18 @@ class LearnerSession:
             match self.client.receive(RECEIVE_S):
                 case Batch() as batch:
                     self.learn(batch)
+                case Restore():
+                    self.prepare(resume=True)
                 case Stop():
                     break
                 case None:
                     pass
                 case other:
-                    raise ProtocolError(f"the learner was sent {type(other).__name__}; it expects Batch or Stop")
-        if self.saved_update != self.trainer.updates_done:
-            self.checkpoint()
+                    raise ProtocolError(
+                        f"the learner was sent {type(other).__name__}; it expects Batch, Restore or Stop"
+                    )
+        self.client.pulse.phase = "checkpointing"
+        self.saving.at_end(self.version)
 
     def learn(self, batch: Batch) -> None:
         """One update, from BATCH to PUBLISH. A batch that comes again gets the same answer again."""
@@ -144,14 +160,19 @@ class LearnerSession:
             return
         self.version += 1
         self.weights.publish(self.version, self.trainer.weights())
-        due = batch.last or batch.update % self.config.checkpoint_interval == 0
+        self.client.pulse.phase = "checkpointing"
+        figures = report.metrics | ({"slots_checked": float(checked)} if checked else {})
+        saved = self.saving.after_update(
+            self.version, last=batch.last, return_mean=batch.return_mean, figures=figures, tally=batch.tally
+        )
         self._published = Publish(
             update=batch.update,
             version=self.version,
             seeded=self._seeded(batch),
-            metrics=report.metrics | ({"slots_checked": float(checked)} if checked else {}),
+            metrics=figures,
             seconds=report.seconds,
-            checkpoint=str(self.checkpoint()) if due else None,
+            checkpoint=None if saved.path is None else str(saved.path),
+            checkpoint_failure=saved.failure,
         )
         self.client.send(self._published)
 
@@ -160,7 +181,7 @@ class LearnerSession:
         named = [slot for slot in batch.seed_into if slot is not None]
         if not named:
             return None
-        bank = tuple(self.spec.bank(named[0] // self.spec.num_actors))
+        bank = tuple(self.spec.bank(named[0] // self.spec.num_places))
         if bank not in self.banks or not all(
             slot in (None, own) for slot, own in zip(batch.seed_into, bank, strict=True)
         ):
@@ -188,12 +209,6 @@ class LearnerSession:
             for slot, version, steps in committed
             if version > 0 and steps > 0
         )
-
-    def checkpoint(self) -> Path:
-        self.client.pulse.phase = "checkpointing"
-        path = self.trainer.save(self.run_dir, version=self.version)
-        self.saved_update = self.trainer.updates_done
-        return path
 
     def close(self) -> None:
         self.banks.clear()

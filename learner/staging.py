@@ -54,13 +54,19 @@ def select_device(device: Device) -> torch.device:
             return torch.device("cuda")
 
 
-def compute_exactly(device: torch.device) -> None:
+def compute_exactly(device: torch.device, *, deterministic: bool = False) -> None:
     """Turns off TF32 on CUDA, for this process: its 10-bit mantissas alone would break the ratio law's 1e-3, and
     cuDNN's recurrent kernels use it unless told otherwise.
+
+    deterministic: and only kernels that add up in the same order every time. On a CPU all do.
     """
-    if device.type == "cuda":
-        torch.backends.cudnn.allow_tf32 = False
-        torch.backends.cuda.matmul.allow_tf32 = False
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is used first
+        torch.use_deterministic_algorithms(True)
 
 
 def usable_cores() -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ from rollout_service.errors import CheckpointError, RatioLawBroken, ShapeError
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import RunSpec, StateStrategy
+from rollout_service.tally import TallyRecord
 
 RATIO_LIMIT_CPU: Final = 1e-4
 RATIO_LIMIT_CUDA: Final = 1e-3
@@ -94,7 +95,7 @@ class Trainer:
         self.spec = spec
         self.total_updates = total_updates
         self.device = select_device(config.device)
-        compute_exactly(self.device)
+        compute_exactly(self.device, deterministic=config.deterministic)
         self._staging = staging_for(self.device)
         self.policy = ActorCritic(spec.spaces, spec.policy, seed=spec.seed)
         self.policy.to(self.device)
@@ -303,21 +304,36 @@ class Trainer:
         torch.set_rng_state(torch.from_numpy(arrays["generator/torch"]))
         self._shuffle.bit_generator.state = json.loads(state.generators["shuffle"])
 
-    def save(self, run_dir: Path, *, version: int) -> Path:
-        """Writes a checkpoint of the state after the last update, removes surplus ones, returns its directory."""
+    def save(
+        self,
+        run_dir: Path,
+        *,
+        version: int,
+        return_mean: float | None = None,
+        figures: Mapping[str, float] | None = None,
+        tally: TallyRecord | None = None,
+    ) -> Path:
+        """Writes a checkpoint of the state after the last update, removes surplus ones, returns its directory.
+
+        return_mean: the score by which the best one is told. figures, tally: of that update, for the logs of whoever
+        goes on from here. Raises CheckpointError if the disk refuses.
+        """
         state = self.capture()
         manifest = Manifest(
             update=self.updates_done,
             env_steps=self.env_steps_done,
             version=version,
+            return_mean=return_mean,
             run_digest=self.spec.digest(),
             run_spec=self.spec,
             config=self.config.model_dump(mode="json"),
             counters={"updates_skipped": self.updates_skipped, "total_updates": self.total_updates},
+            figures=dict(figures or {}),
+            tally=tally or TallyRecord(),
             generators=state.generators,
         )
         path = checkpoints.save(run_dir, state.arrays, manifest)
-        checkpoints.rotate(run_dir, self.config.checkpoints_kept)
+        checkpoints.rotate(run_dir, self.config.checkpoints_kept, keep_best=self.config.keep_best)
         return path
 
     def restore(self, checkpoint: Checkpoint) -> None:

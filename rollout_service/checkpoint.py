@@ -10,7 +10,8 @@
 Writers: the learner of the run, one at a time. Readers: a restored learner, `eval`, the service (counters only).
 A save fills a directory beside its final place, flushes files and directory to the disk and renames: a reader, and a
 process killed at any moment, sees the checkpoint whole or does not see it. What must never happen: that a damaged
-checkpoint is loaded; sizes and sha256 are compared first, and `newest` falls back to the one before and says so.
+checkpoint is loaded; sizes and sha256 are compared first, and `newest` and `best` fall back to the next one and say
+so. A disk that refuses costs the save under way, never an earlier checkpoint.
 No pickle anywhere. Torch-free: what the arrays mean is left to the learner.
 """
 
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -34,6 +37,7 @@ from safetensors.numpy import save as serialize_arrays
 
 from rollout_service.errors import CheckpointError
 from rollout_service.runspec import RunSpec
+from rollout_service.tally import TallyRecord
 
 FORMAT_VERSION: Final = 1
 ARRAYS_FILE: Final = "arrays.safetensors"
@@ -59,11 +63,17 @@ class Manifest(BaseModel):
     """Env steps over all actors, up to and including that update."""
     version: Count
     """Weights version that was published with these weights."""
+    return_mean: float | None = None
+    """Score: mean raw return of the newest finished episodes as of that update's batch; None before the first."""
     run_digest: str
     run_spec: RunSpec
     config: dict[str, Any]
     """TrainConfig as JSON."""
     counters: dict[str, Count] = {}
+    figures: dict[str, float] = {}
+    """The learner's figures of that update."""
+    tally: TallyRecord = TallyRecord()
+    """What the run had counted by then."""
     generators: dict[str, str] = {}
     """States of random generators that are not arrays, as JSON."""
     arrays_bytes: Count = 0
@@ -89,7 +99,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest usable checkpoint, if there is one, and the newer ones that were passed over because of damage."""
+    """The first usable checkpoint, if there is one, and those before it that were passed over because of damage."""
 
     checkpoint: Checkpoint | None
     damaged: tuple[Damaged, ...] = ()
@@ -102,7 +112,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Usable:
-    """A checkpoint to go on from, and one line per damaged newer one."""
+    """A checkpoint to use, and one line per damaged one that was passed over."""
 
     checkpoint: Checkpoint
     warnings: tuple[str, ...] = ()
@@ -133,20 +143,22 @@ def save(run_dir: Path, arrays: Mapping[str, np.ndarray], manifest: Manifest) ->
         update={"arrays_bytes": len(content), "arrays_sha256": hashlib.sha256(content).hexdigest()}
     )
     target = root / f"{_PREFIX}{manifest.update:08d}"
-    writing = root / f"{_WRITING}{secrets.token_hex(8)}"
+    writing, replaced = (root / f"{_WRITING}{secrets.token_hex(8)}" for _ in range(2))
     try:
         root.mkdir(parents=True, exist_ok=True)
         writing.mkdir()
         _write_flushed(writing / ARRAYS_FILE, content)
         _write_flushed(writing / MANIFEST_FILE, json.dumps(stamped.model_dump(mode="json"), indent=1).encode())
         _flush_directory(writing)
-        replaced = root / f"{_WRITING}{secrets.token_hex(8)}"
         if target.exists():
             target.rename(replaced)
         writing.rename(target)
         _flush_directory(root)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
+        if replaced.exists() and not target.exists():
+            with suppress(OSError):
+                replaced.rename(target)
         shutil.rmtree(writing, ignore_errors=True)
         raise CheckpointError(
             f"checkpoint {target} could not be written: {error}; look at the free space and permissions of {root}, "
@@ -167,10 +179,7 @@ def load(path: Path) -> Checkpoint:
         content = (path / ARRAYS_FILE).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path / ARRAYS_FILE} cannot be read: {error}") from error
-    if len(content) != manifest.arrays_bytes:
-        raise CheckpointError(
-            f"{path / ARRAYS_FILE} has {len(content)} bytes, its manifest says {manifest.arrays_bytes}"
-        )
+    _check_size(path, len(content), manifest)
     if (digest := hashlib.sha256(content).hexdigest()) != manifest.arrays_sha256:
         raise CheckpointError(f"{path / ARRAYS_FILE} has sha256 {digest}, its manifest says {manifest.arrays_sha256}")
     try:
@@ -178,6 +187,11 @@ def load(path: Path) -> Checkpoint:
     except (SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path / ARRAYS_FILE} is not a safetensors file: {error}") from error
     return Checkpoint(path, manifest, arrays)
+
+
+def _check_size(path: Path, nbytes: int, manifest: Manifest) -> None:
+    if nbytes != manifest.arrays_bytes:
+        raise CheckpointError(f"{path / ARRAYS_FILE} has {nbytes} bytes, its manifest says {manifest.arrays_bytes}")
 
 
 def load_manifest(path: Path) -> Manifest:
@@ -201,8 +215,19 @@ def load_manifest(path: Path) -> Manifest:
 
 def newest(run_dir: Path) -> Found:
     """The newest checkpoint that verifies. Damaged newer ones are reported, not removed and not raised."""
+    return _first_usable(reversed(listed(run_dir)))
+
+
+def best(run_dir: Path) -> Found:
+    """The checkpoint with the highest return_mean that verifies, of equal ones the newest; none without a score."""
+    scored, damaged = _by_score(listed(run_dir))
+    found = _first_usable(scored)
+    return Found(found.checkpoint, (*damaged, *found.damaged))
+
+
+def _first_usable(paths: Iterable[Path]) -> Found:
     damaged: list[Damaged] = []
-    for path in reversed(listed(run_dir)):
+    for path in paths:
         try:
             return Found(load(path), tuple(damaged))
         except CheckpointError as error:
@@ -210,38 +235,61 @@ def newest(run_dir: Path) -> Found:
     return Found(None, tuple(damaged))
 
 
-def require(path: Path) -> Usable:
+def _by_score(paths: Iterable[Path]) -> tuple[list[Path], list[Damaged]]:
+    """Those with a score, the highest first, of equal ones the newest; and those whose damage shows at a glance."""
+    scored: list[tuple[float, int, Path]] = []
+    damaged: list[Damaged] = []
+    for path in paths:
+        try:
+            manifest = load_manifest(path)
+            _check_size(path, (path / ARRAYS_FILE).stat().st_size, manifest)
+        except (CheckpointError, OSError) as error:
+            damaged.append(Damaged(path, str(error)))
+            continue
+        if manifest.return_mean is not None and math.isfinite(manifest.return_mean):
+            scored.append((manifest.return_mean, manifest.update, path))
+    return [path for _, _, path in sorted(scored, reverse=True)], damaged
+
+
+def require(path: Path, *, by_score: bool = False) -> Usable:
     """What `path` names: a checkpoint directory, or a run directory, of which the newest usable one is taken.
 
-    Raises CheckpointError if there is none.
+    by_score: of a run directory the best one instead. Raises CheckpointError if there is none.
     """
     path = Path(path)
     if (path / MANIFEST_FILE).exists():
         return Usable(load(path))
-    found = newest(path)
+    found = best(path) if by_score else newest(path)
     if found.checkpoint is None:
-        why = "; ".join(each.reason for each in found.damaged) or f"{checkpoint_root(path)} holds none"
+        none = "none with a return_mean" if by_score and listed(path) else "none"
+        why = "; ".join(each.reason for each in found.damaged) or f"{checkpoint_root(path)} holds {none}"
         raise CheckpointError(f"no usable checkpoint in {path}: {why}")
     return Usable(found.checkpoint, tuple(found.warnings()))
 
 
-def rotate(run_dir: Path, keep: int) -> list[Path]:
-    """Removes all but the `keep` newest checkpoints and what killed saves left; returns what it removed.
+def rotate(run_dir: Path, keep: int, *, keep_best: bool = False) -> list[Path]:
+    """Removes what killed saves left and all checkpoints but the `keep` newest; returns what it removed.
 
+    keep_best: the one with the highest return_mean stays besides. What the disk does not let go stays for next time.
     For the writer of the run only: it would remove another writer's save under way.
     """
     root = checkpoint_root(run_dir)
-    surplus = listed(run_dir)[:-keep] if keep > 0 else []
+    present = listed(run_dir)
+    kept = {*present[-keep:], *(_by_score(present)[0][:1] if keep_best else ())}
+    surplus = [path for path in present if path not in kept] if keep > 0 else []
     unfinished = [path for path in root.glob(f"{_WRITING}*") if path.is_dir()] if root.is_dir() else []
-    for path in (*surplus, *unfinished):
-        if path in surplus:
-            # Renamed first: a removal that is killed half way must not leave a damaged checkpoint behind.
-            aside = root / f"{_WRITING}{secrets.token_hex(8)}"
+    removed = []
+    for path in unfinished:
+        shutil.rmtree(path, ignore_errors=True)
+        removed.append(path)
+    for path in surplus:
+        # Renamed first: a removal that is killed half way must not leave a damaged checkpoint behind.
+        aside = root / f"{_WRITING}{secrets.token_hex(8)}"
+        with suppress(OSError):
             path.rename(aside)
+            removed.append(path)
             shutil.rmtree(aside, ignore_errors=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-    return [*surplus, *unfinished]
+    return removed
 
 
 def set_aside(damaged: Iterable[Damaged]) -> None:

@@ -28,11 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code. Without arguments it is this process's command, and its last act."""
     if arguments is not None:
         return _main(list(arguments))
-    try:
-        from rollout_service.launch.signals import ends_with_a_code
+    from rollout_service.streams import Dropped, lenient
 
-        with ends_with_a_code():
-            return _main(sys.argv[1:])
+    sys.stderr = lenient(sys.stderr, Dropped().note)  # words on a full disk are lost; the exit code is not
+    try:
+        from rollout_service.launch.signals import Signalled, ends_with_a_code
+
+        try:
+            with ends_with_a_code():
+                return _main(sys.argv[1:])
+        except Signalled as stop:
+            return stop.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -90,10 +96,13 @@ def serve(words: Sequence[str]) -> int:
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Play episodes with the newest checkpoint of a run, or with a given checkpoint."""
+    """Play episodes with the newest checkpoint of a run, with its best one, or with a given one."""
     parser = _parser("eval", evaluate)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory, or one checkpoint in it")
     parser.add_argument("--episodes", type=int, default=100, metavar="N", help="episodes to play (default: 100)")
+    parser.add_argument(
+        "--best", action="store_true", help="the one with the highest return_mean instead"
+    )
     parser.add_argument("--argmax", action="store_true", help="the most probable action instead of a sampled one")
     parser.add_argument("--num-envs", type=int, default=8, metavar="N", help="envs played at once (default: 8)")
     parser.add_argument("--seed", type=int, default=1, help="root of the random streams (default: 1)")
@@ -106,6 +115,7 @@ def evaluate(words: Sequence[str]) -> int:
     result = play(
         Path(chosen.run_dir),
         episodes=chosen.episodes,
+        best=chosen.best,
         argmax=chosen.argmax,
         num_envs=chosen.num_envs,
         seed=chosen.seed,
@@ -120,7 +130,7 @@ def evaluate(words: Sequence[str]) -> int:
     from rollout_service.observe.progress import result_table
 
     shown = {name.replace("_", " "): _figure(value) for name, value in figures.items() if value is not None}
-    print(result_table({"checkpoint": str(result.checkpoint), **shown}))
+    _print(result_table({"checkpoint": str(result.checkpoint), **shown}))
     return 0
 
 
@@ -139,9 +149,9 @@ def status(words: Sequence[str]) -> int:
     if chosen.json:
         _print_json({"runs": [run.to_json() for run in runs]})
     elif runs:
-        print("\n\n".join(render(run) for run in runs))
+        _print("\n\n".join(render(run) for run in runs))
     else:
-        print("no run of this user is alive on this machine")
+        _print("no run of this user is alive on this machine")
     return 0
 
 
@@ -186,7 +196,9 @@ def check_env(words: Sequence[str]) -> int:
     parser.add_argument("--env-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of the env")
     parser.add_argument("--vectorize", default="none", help="as for train (default: none)")
     parser.add_argument("--num-envs", type=int, default=1, help="envs that are stepped together (default: 1)")
+    parser.add_argument("--obs-limit", type=float, metavar="X", help="as for train: largest magnitude of a number")
     chosen = parser.parse_args(words)
+    from rollout_service.envs.bad_data import BadData
     from rollout_service.envs.check import check_env as check
     from rollout_service.errors import ConfigError
     from rollout_service.launch.settings import key_values
@@ -196,7 +208,7 @@ def check_env(words: Sequence[str]) -> int:
         kwargs, vectorize = key_values(chosen.env_kwargs), Vectorize(chosen.vectorize)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    found = check(chosen.env, kwargs, vectorize, chosen.num_envs)
+    found = check(chosen.env, kwargs, vectorize, chosen.num_envs, BadData(obs_limit=chosen.obs_limit))
     for leaf in found.spaces.observation:
         print(f"observation{leaf.path}  {leaf.kind.value} {leaf.dtype} {list(leaf.shape)}")
     action = found.spaces.action
@@ -269,7 +281,9 @@ def _show(outcome: Outcome, config: TrainConfig) -> int:
     if config.json_output:
         _print_json(outcome.result())
     elif ending.how is How.FINISHED:
-        print(result_table(result_rows(outcome.summary, str(outcome.run_dir))))
+        found = outcome.best
+        best = None if found is None else (found.path.name, found.return_mean)
+        _print(result_table(result_rows(outcome.summary, str(outcome.run_dir), best)))
     return ending.exit_code
 
 
@@ -315,7 +329,20 @@ def _figure(value: Any) -> str:
 def _print_json(fields: dict[str, Any]) -> None:
     import json
 
-    print(json.dumps(fields), flush=True)
+    _print(json.dumps(fields))
+
+
+def _print(text: str) -> None:
+    """A result. Raises RunFailed if standard output does not take it: a full disk must not look like a success."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        from rollout_service.errors import RunFailed
+
+        sys.stdout = None  # what is left in its buffer would fail again at exit
+        raise RunFailed(f"the result could not be written to standard output: {error.strerror}") from None
 
 
 def _complain(text: str) -> None:

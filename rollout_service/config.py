@@ -12,10 +12,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rollout_service.errors import ConfigError
-from rollout_service.runspec import Core, PolicySpec, StateStrategy, Vectorize
+from rollout_service.runspec import Core, OnBadData, PolicySpec, StateStrategy, Vectorize
 
 
 class Device(StrEnum):
@@ -53,6 +53,7 @@ class OnActorFailure(StrEnum):
     """What follows when an actor dies or hangs."""
 
     RESTART = "restart"
+    CONTINUE = "continue"
     STOP = "stop"
 
 
@@ -78,6 +79,9 @@ class TrainConfig(BaseModel):
     # Collection
     num_actors: Positive | Literal["auto"] = "auto"
     """Actor processes. auto: one per core this process may use (affinity and cgroup quota)."""
+    max_actors: Positive | None = None
+    """Actors that may be there at once: others than num_actors may then join and leave, and a batch is of those that
+    are there. Default: num_actors, and a batch waits for whoever has left."""
     envs_per_actor: Positive = 8
     """Envs that one actor steps."""
     envs_per_forward: Positive | None = None
@@ -90,6 +94,13 @@ class TrainConfig(BaseModel):
     """Env steps over all actors; training stops after the last whole rollout that fits."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Root of every random stream."""
+    obs_limit: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Largest magnitude that a number in an observation may have; beyond it, it is bad data, as NaN and infinities are.
+    Default: any finite number."""
+    on_bad_data: OnBadData = OnBadData.STOP
+    """What follows when an env returns an observation or a reward that no transition can hold. stop: its actor ends
+    with an error that names env, field, step and action. drop: the env's episode is dropped, counted and said, and the
+    env begins a new one."""
 
     # Overlap of collection and learning
     max_policy_lag: Annotated[int, Field(ge=0, le=64)] = 0
@@ -193,8 +204,13 @@ class TrainConfig(BaseModel):
     """`--json`: print one last line with the result."""
     checkpoint_interval: Positive = 50
     """Updates between checkpoints."""
+    deterministic: bool = False
+    """The same numbers from every run with these settings, also from one that was killed and resumed, or whose
+    processes died. Every checkpoint ends all episodes (as truncated), and all random streams begin anew behind it."""
     checkpoints_kept: Positive = 3
     """Newest checkpoints kept on disk."""
+    keep_best: bool = True
+    """Keep the checkpoint with the highest return_mean besides those; `eval --best` plays it."""
     silence_timeout: Annotated[float, Field(gt=0)] = 10.0
     """Seconds without a heartbeat after which the service and its roles take each other for dead."""
     step_timeout: Annotated[float, Field(gt=0)] = 60.0
@@ -202,7 +218,8 @@ class TrainConfig(BaseModel):
     learner_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without progress of a learner at work (one minibatch, one checkpoint) before it is replaced."""
     on_actor_failure: OnActorFailure = OnActorFailure.RESTART
-    """restart: replace it within the budget. stop: end the run with the actor's traceback."""
+    """restart: replace it within the budget. continue: go on without it, until none is left. stop: end the run with the
+    actor's traceback."""
     max_restarts: Annotated[int, Field(ge=0)] = 10
     """Restarts allowed within restart_window over all actors, and as many of the learner, which goes on from its newest
     checkpoint; then the run stops with the last traceback."""
@@ -218,8 +235,19 @@ class TrainConfig(BaseModel):
     tensorboard: bool = True
     """Write TensorBoard events beside the JSONL log."""
 
+    @field_validator("env", mode="before")
+    @classmethod
+    def _env_is_a_name(cls, env: object) -> object:
+        if not isinstance(env, str):
+            raise ValueError(
+                f"{env!r:.80} is no name: envs are made in other processes, which have to find them; put what makes one "
+                "into a module, and give 'module:factory'"
+            )
+        return env
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        self._check_env_kwargs()
         if self.envs_per_forward is not None and self.envs_per_actor % self.envs_per_forward:
             raise ValueError(
                 f"envs_per_forward {self.envs_per_forward} does not divide envs_per_actor {self.envs_per_actor}; "
@@ -233,14 +261,12 @@ class TrainConfig(BaseModel):
                 "(num_actors x envs_per_actor x num_steps); raise total_steps or lower num_steps"
             )
         self._check_vtrace()
+        self._check_places()
+        self._check_deterministic()
         if self.min_actors is not None and self.batch_deadline is None and self.first_batch_deadline is None:
             raise ValueError(
                 f"min_actors {self.min_actors} has no effect without a deadline; set batch_deadline (seconds), "
                 "first_batch_deadline, or both"
-            )
-        if self.min_actors is not None and isinstance(self.num_actors, int) and self.min_actors > self.num_actors:
-            raise ValueError(
-                f"min_actors {self.min_actors} is more than num_actors {self.num_actors}; no batch could ever go"
             )
         if self.pin_actors and self.serial:
             raise ValueError(
@@ -249,6 +275,48 @@ class TrainConfig(BaseModel):
         if self.resume and self.run_dir is None:
             raise ValueError("resume needs run_dir: the run to go on from")
         return self
+
+    def _check_env_kwargs(self) -> None:
+        for name, value in self.env_kwargs.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"env_kwargs: {name}={value!r:.80} cannot be told to other processes ({error}); give finite numbers, "
+                    "text, lists and dicts of these, and let 'module:factory' make anything else of them"
+                ) from None
+
+    def _check_places(self) -> None:
+        if not isinstance(self.num_actors, int):
+            return
+        if self.max_actors is not None and self.max_actors < self.num_actors:
+            raise ValueError(
+                f"max_actors {self.max_actors} is less than num_actors {self.num_actors}, which are there from the "
+                "start; raise max_actors or lower num_actors"
+            )
+        name = "num_actors" if self.max_actors is None else "max_actors"
+        if self.min_actors is not None and self.min_actors > (most := self.max_actors or self.num_actors):
+            raise ValueError(f"min_actors {self.min_actors} is more than {name} {most}; no batch could ever go")
+
+    def _check_deterministic(self) -> None:
+        if not self.deterministic:
+            return
+        speed, presence = "what is in a batch would depend on who was faster", "a batch has to be of all num_actors"
+        unfit = {
+            "max_policy_lag": (self.max_policy_lag > 0, speed),
+            "preempt_share": (self.preempt_share < 1.0, speed),
+            "batch_deadline": (self.batch_deadline is not None, speed),
+            "first_batch_deadline": (self.first_batch_deadline is not None, speed),
+            "min_actors": (self.min_actors is not None, presence),
+            "max_actors": (self.max_actors is not None, presence),
+            "on_actor_failure": (self.on_actor_failure is OnActorFailure.CONTINUE, presence),
+            "vectorize": (self.vectorize is Vectorize.ENVPOOL, "an envpool cannot be seeded again once it is made"),
+        }
+        for name, (is_set, why) in unfit.items():
+            if is_set:
+                raise ValueError(
+                    f"deterministic cannot be combined with {name} {getattr(self, name)}: {why}; leave one of them out"
+                )
 
     def _check_vtrace(self) -> None:
         for name in ("vtrace_rho_bar", "vtrace_c_bar"):
@@ -264,6 +332,11 @@ class TrainConfig(BaseModel):
                 f"gae_rule {self.gae_rule.value} cannot be combined with advantage_estimator vtrace, which is "
                 "boundary_correct always; leave gae_rule out, or choose advantage_estimator gae"
             )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a batch goes without an actor that has gone, instead of waiting for one in its place."""
+        return self.max_actors is not None or self.on_actor_failure is OnActorFailure.CONTINUE
 
     @property
     def rows_per_forward(self) -> int:

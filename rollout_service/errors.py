@@ -25,6 +25,11 @@ RolloutServiceError
 └── RunFailed               the run stopped before its last step
 """
 
+from typing import Final
+
+USER_ERRORS: Final = (Exception, SystemExit)
+"""What code of the user's may raise: an env that calls `sys.exit` has failed, and does not end its process unheard."""
+
 
 class RolloutServiceError(Exception):
     """Base of every error this project raises on purpose."""

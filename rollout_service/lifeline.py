@@ -7,7 +7,8 @@ Two ties, because each has a hole. The kernel's PR_SET_PDEATHSIG works even whil
 holds the interpreter, but only on Linux. A watching thread works elsewhere, gives a learner time to save, and ends a
 process whose main thread does not react to SIGTERM.
 It also answers SIGUSR1 with the stacks of all threads on standard error, which is how the supervisor shows where a
-stuck actor hangs. What must never happen: a child that outlives its parent by more than GRACE_S plus a moment.
+stuck actor hangs; and what it prints may be lost, but never ends it: its output is a log file on a disk that may be
+full. What must never happen: a child that outlives its parent by more than GRACE_S plus a moment.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import threading
 import time
 from typing import Final, NoReturn
 
+from rollout_service.streams import Dropped, lenient
+
 PARENT_VARIABLE: Final = "ROLLOUT_SERVICE_PARENT"
 """Environment variable with the pid of the supervising process."""
 ROLE_VARIABLE: Final = "ROLLOUT_SERVICE_ROLE"
@@ -41,6 +44,8 @@ PR_SET_PDEATHSIG: Final = 1
 STACK_DUMP_SIGNAL: Final = getattr(signal, "SIGUSR1", signal.SIGTERM)
 """Makes a child write the stacks of all its threads to standard error. SIGTERM where there is no SIGUSR1."""
 KILL: Final = getattr(signal, "SIGKILL", signal.SIGTERM)
+OUTPUT: Final = Dropped()
+"""What was dropped of this role's standard output and error; its heartbeats tell."""
 
 
 def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> bool:
@@ -97,6 +102,7 @@ def role_parser(prog: str, description: str) -> argparse.ArgumentParser:
 def begin(role: str, on_death: signal.Signals = KILL) -> bool:
     """A role's first step: `follow_parent`. Returns whether it was started by hand, and then belongs to a terminal."""
     os.environ[ROLE_VARIABLE] = role
+    sys.stdout, sys.stderr = (lenient(stream, OUTPUT.note) for stream in (sys.stdout, sys.stderr))
     by_hand = not follow_parent(on_death)
     if by_hand and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Ctrl-C in the middle of an import ends the process, and prints nothing.

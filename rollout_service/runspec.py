@@ -3,7 +3,7 @@
 A probe child builds it before any segment exists; it stands in the segment's header and in WELCOME, and its digest is
 what handshakes compare. Torch-free and gymnasium-free: every process, the parent included, can read it.
 
-Axis letters: T num_steps, N num_envs, E envs of one actor, A actors, S slots, L recurrent layers, H hidden_dim.
+Axis letters: T num_steps, N num_envs, E envs of one actor, A places, S slots, L recurrent layers, H hidden_dim.
 """
 
 from __future__ import annotations
@@ -59,6 +59,13 @@ class Vectorize(StrEnum):
     VECTOR_ENTRY_POINT = "vector_entry_point"
     FACTORY = "factory"
     ENVPOOL = "envpool"
+
+
+class OnBadData(StrEnum):
+    """What follows when an env returns an observation or a reward that no transition can hold."""
+
+    STOP = "stop"
+    DROP = "drop"
 
 
 class SpaceKind(StrEnum):
@@ -140,36 +147,52 @@ class RunSpec(Frozen):
     max_policy_lag: Annotated[int, Field(ge=0)] = 0
     """Updates by which a rollout may be older than the weights it is trained with; 0: lockstep."""
     num_actors: Annotated[int, Field(ge=1)]
+    """Actors that the run begins with, and that a full rollout is of."""
+    max_actors: Annotated[int, Field(ge=1)] | None = None
+    """Actors that may be there at once, since others may join; None: num_actors."""
     envs_per_actor: Annotated[int, Field(ge=1)]
     envs_per_forward: Annotated[int, Field(ge=1)]
     seed: int = 1
+    obs_limit: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    """Largest magnitude of a number in an observation; None: any finite one."""
+    on_bad_data: OnBadData = OnBadData.STOP
+    barrier_interval: Annotated[int, Field(ge=0)] = 0
+    """Updates between two barriers, behind which episodes, states and random streams begin anew; 0: there are none.
+    With them no stream depends on the incarnation that draws from it."""
     checksum_slots: bool = False
     """Actors stamp a checksum of what they commit."""
 
     @property
+    def num_places(self) -> int:
+        """A: places for actors. Those from num_actors on are empty until somebody joins."""
+        return self.max_actors or self.num_actors
+
+    @property
     def num_envs(self) -> int:
-        return self.num_actors * self.envs_per_actor
+        """Envs of all places."""
+        return self.num_places * self.envs_per_actor
 
     @property
     def num_slots(self) -> int:
         """Two banks in lockstep; beyond a lag of 1 one more per update that collection may be ahead."""
-        return max(NUM_BANKS, 1 + self.max_policy_lag) * self.num_actors
+        return max(NUM_BANKS, 1 + self.max_policy_lag) * self.num_places
 
     @property
     def steps_per_rollout(self) -> int:
-        """Rows of one full rollout over all actors, N * T: its env steps, unless the envs insert filler rows."""
-        return self.num_envs * self.num_steps
+        """Rows of one full rollout of num_actors: its env steps, unless the envs insert filler rows."""
+        return self.num_actors * self.envs_per_actor * self.num_steps
 
     def rollouts_that_fit(self, env_steps: int, total_updates: int) -> int:
         """How many whole rollouts are still to come in a run of total_updates full ones, behind so many env steps.
 
-        At none it ends. Partial rollouts and filler rows leave steps for more updates than total_updates.
+        At none it ends. Partial rollouts, filler rows and missing actors leave steps for more updates than
+        total_updates, further actors for fewer.
         """
         return max(0, total_updates * self.steps_per_rollout - env_steps) // self.steps_per_rollout
 
     def bank(self, index: int) -> range:
         """The adjacent slots of bank `index`; slot bank * A + a belongs to actor a."""
-        return range(index * self.num_actors, (index + 1) * self.num_actors)
+        return range(index * self.num_places, (index + 1) * self.num_places)
 
     def to_json(self) -> str:
         """Canonical JSON: equal documents give equal bytes."""

@@ -194,3 +194,24 @@ def test_a_quick_command_imports_nothing_slow(words: tuple[str, ...]):
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines() if line.startswith("import time:")}
     assert "rollout_service.cli" in imported
     assert not imported & {"torch", "gymnasium", "tensorboard", "tyro", "rich", "matplotlib"}
+
+
+def test_a_result_that_a_full_disk_does_not_take_is_no_success(tmp_path: Path):
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "rollout_service", "status", "--json"],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ran.returncode, ran.stderr.count("\n")) == (1, 1), ran.stderr
+    assert "the result could not be written to standard output: No space left on device" in ran.stderr
+
+
+def test_a_complaint_that_a_full_disk_does_not_take_changes_no_exit_code(tmp_path: Path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "rollout_service", "train", "--nonsense"]
+        assert subprocess.run(command, cwd=tmp_path, env=environment(), stderr=full, check=False).returncode == 2

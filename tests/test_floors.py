@@ -18,9 +18,11 @@ PACKAGES = ("rollout_service", "workers", "learner")
 
 FLOORS: dict[str, int] = {
     "rollout_service.errors": 0,
-    "rollout_service.lifeline": 0,
+    "rollout_service.streams": 0,
+    "rollout_service.lifeline": 1,
     "rollout_service.runspec": 1,
     "rollout_service.recurrence": 1,
+    "rollout_service.tally": 1,
     "rollout_service.config": 2,
     "rollout_service.checkpoint": 2,
     "rollout_service.memory": 3,

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from rollout_service.control.messages import Commit, Grant, Join, StartFrom
+from rollout_service.envs.bad_data import BadData
 from rollout_service.envs.opening import open_envs
 from rollout_service.envs.protocol import FinishedEpisode, Pulse, Silent
 from rollout_service.envs.seeding import Purpose, reset_seed
@@ -42,13 +43,22 @@ class Actor:
         count = spec.envs_per_actor
         self.actor_id = actor_id
         self.incarnation = incarnation
+        self._life = 0 if spec.barrier_interval else incarnation
+        """Of its random streams: with barriers, whoever takes a lost actor's place does what that one did."""
         self._spec = spec
         self._memory = memory
         self._weights = weights
         self._env_ids = range(actor_id * count, (actor_id + 1) * count)
         seeds = self._env_seeds(update=0)
+        self._bad_data = BadData(spec.on_bad_data, spec.obs_limit)
         self._envs = open_envs(
-            spec.env, spec.env_kwargs, spec.vectorize, env_ids=self._env_ids, seeds=seeds, actor_id=actor_id
+            spec.env,
+            spec.env_kwargs,
+            spec.vectorize,
+            env_ids=self._env_ids,
+            seeds=seeds,
+            actor_id=actor_id,
+            bad_data=self._bad_data,
         )
         self.spaces = self._envs.spaces
         self._policy = policy_for(spec)
@@ -56,7 +66,7 @@ class Actor:
             self._policy.draw_noise,
             seed=spec.seed,
             env_ids=self._env_ids,
-            incarnation=incarnation,
+            incarnation=self._life,
             num_steps=spec.num_steps,
         )
         self.live = LiveState(
@@ -115,6 +125,9 @@ class Actor:
         reported = collected.episodes[-EPISODES_PER_COMMIT:]
         counters["episodes_not_reported"] = len(collected.episodes) - len(reported)
         counters["truncations_without_final_obs"] = collected.blind_truncations
+        counters["dropped_bad_env_steps"] = collected.dropped_env_steps
+        bad, remarks = self._bad_data.take()
+        counters.update(bad)
         # As plain values, which are validated all at once: Episode by Episode takes twice as long.
         return Commit.model_validate(
             {
@@ -126,6 +139,7 @@ class Actor:
                 "episodes": tuple(map(_plain, reported)),
                 "seconds": {"prepare": prepared - began, **collected.seconds},
                 "counters": {name: count for name, count in counters.items() if count},
+                "remarks": remarks,
             }
         )
 
@@ -178,7 +192,7 @@ class Actor:
         return int(np.count_nonzero(differs))
 
     def _env_seeds(self, update: int) -> list[int]:
-        return [reset_seed(self._spec.seed, Purpose.ENV, env, self.incarnation, update) for env in self._env_ids]
+        return [reset_seed(self._spec.seed, Purpose.ENV, env, self._life, update) for env in self._env_ids]
 
 
 def _plain(episode: FinishedEpisode) -> dict[str, Any]:

@@ -11,7 +11,10 @@ its value is that row's truncation value; everything else it says is ignored, an
 episode that ends on the lease's last row gets that value from the forward that computes last_values; its filler is row
 0 of the next lease, with carry 1 and zero state.
 
-Never: IO, logging. Leaves to others: which weights act and where row 0 starts (actor.py).
+A dropped episode takes its rows along: those that this slot holds of it are not valid, the row that brought the bad
+value included. What an earlier slot holds of it was sound, and its bootstrap value is the policy's own: it stays.
+
+Never: IO, logging. Leaves to others: which weights act and where row 0 starts (actor.py), what is bad (envs).
 """
 
 from __future__ import annotations
@@ -75,6 +78,8 @@ class Collected:
     seconds: dict[str, float]
     blind_truncations: int = 0
     """Truncations without a final observation."""
+    dropped_env_steps: int = 0
+    """Real transitions that are not valid, since their episode was dropped."""
 
 
 def collect(
@@ -98,7 +103,7 @@ def collect(
     starting: list[int] = []
     deferred: list[int] = []
     policy_seconds = 0.0
-    t = blind = 0
+    t = blind = dropped = 0
 
     def enough() -> bool:
         return preempted is not None and preempted(t + 1)
@@ -132,6 +137,9 @@ def collect(
         episodes += outcome.episodes
         starting, deferred = outcome.starting_envs, outcome.deferred_envs
         blind += len(outcome.blind_envs)
+        dropped += outcome.lost_steps
+        for e in outcome.dropped_envs:
+            dropped += drop_rows(slot, e, t)
         policy_seconds += between - before
         env_seconds += after - between
         if enough():
@@ -149,12 +157,16 @@ def collect(
         live.restart()
     slot.close(t + 1, last_values=last_values, final_state=exiting)
     pulse.phase = ""
+    valid = slot.arrays["valid"][:, : t + 1]
+    if dropped:
+        envs.bad_data.kept(np.flatnonzero(valid.any(axis=1)).tolist())
     return Collected(
         valid_steps=t + 1,
-        env_steps=int(np.count_nonzero(slot.arrays["valid"][:, : t + 1])),
+        env_steps=int(np.count_nonzero(valid)),
         episodes=episodes,
         seconds={"policy": policy_seconds, "env": env_seconds, "collect": clock() - began},
         blind_truncations=blind,
+        dropped_env_steps=dropped,
     )
 
 
@@ -170,6 +182,14 @@ def write_ends(row: Mapping[str, Array], outcome: StepOutcome, policy: Policy) -
         policy.values(outcome.final_observations, outcome.truncated_envs, row["truncation_values"])
     if outcome.blind_envs:
         row["truncation_values"][outcome.blind_envs] = row["values"][outcome.blind_envs]
+
+
+def drop_rows(slot: SlotWriter, e: int, t: int) -> int:
+    """Take back the rows before row t of the episode that env e was in. Returns how many there were."""
+    over = ended(*(slot.arrays[name][e, :t] for name in ("terminated", "truncated", "valid")))
+    first = int(np.flatnonzero(over)[-1]) + 1 if over.any() else 0
+    slot.arrays["valid"][e, first:t] = False
+    return t - first
 
 
 def copied(rows: Mapping[str, Array], into: Mapping[str, Array]) -> Mapping[str, Array]:

@@ -65,9 +65,19 @@ def rollout_memory(spec: RunSpec) -> RolloutMemory:
     )
 
 
-def fill_slot(slot: SlotWriter, epoch: int, generator: np.random.Generator, *, end_probability: float = 0.02) -> None:
-    """One whole rollout, at once: noise, every reward equal to `epoch`, a fifth of the ends truncations; closed."""
-    slot.open(epoch=epoch, actor=0, incarnation=0, version=epoch)
+def fill_slot(
+    slot: SlotWriter,
+    epoch: int,
+    generator: np.random.Generator,
+    *,
+    version: int | None = None,
+    end_probability: float = 0.02,
+) -> None:
+    """One whole rollout, at once: noise, every reward equal to `epoch`, a fifth of the ends truncations; closed.
+
+    version: of the weights; by default `epoch`.
+    """
+    slot.open(epoch=epoch, actor=0, incarnation=0, version=epoch if version is None else version)
     arrays = slot.arrays
     for name in ("observations", "values", "log_probs", *STATE):
         arrays[name][...] = generator.standard_normal(arrays[name].shape, np.float32)

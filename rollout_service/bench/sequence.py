@@ -68,7 +68,7 @@ def one_case(repetitions: int, core: LSTMCore, rows: int, steps: int) -> Figures
         **samples.medians("ms"),
         **samples.ratio("few", "none"),
         **samples.ratio("many", "none"),
-        **samples.ratio("many", "cells"),
+        **{name: value for side in ("none", *RESETS) for name, value in samples.ratio(side, "cells").items()},
     }
 
 

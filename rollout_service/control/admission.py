@@ -15,7 +15,7 @@ from rollout_service.control import events
 from rollout_service.control.effects import Effect, Notify, Send
 from rollout_service.control.handshake import hello_mismatch
 from rollout_service.control.ledger import Identity
-from rollout_service.control.messages import Heartbeat, Hello, Pong, Refused, Role, Welcome
+from rollout_service.control.messages import Heartbeat, Hello, Pong, Refused, Restore, Role, Welcome
 from rollout_service.control.roster import (
     LEARNER_PHASES,
     SILENCE_S,
@@ -41,6 +41,8 @@ class LearnerSeat:
     pulse: Pulse
     ready: bool = False
     """Its weights are out: grants may go."""
+    told: Restore | None = None
+    """What it was told last, until it is ready again."""
 
 
 class Admission:
@@ -50,13 +52,14 @@ class Admission:
         self,
         spec: RunSpec,
         welcome: Welcome,
+        roster: Roster,
         counters: Counter[str],
         silence_timeout: float = SILENCE_S,
         *,
         has_lease: Callable[[Identity], bool] = lambda _: False,
     ) -> None:
         self.spec = spec
-        self.roster = Roster(spec.num_actors)
+        self.roster = roster
         self.learner: LearnerSeat | None = None
         self.learner_gone_at: float | None = None
         self._last_learner: int | None = None
@@ -100,21 +103,23 @@ class Admission:
 
     def heartbeat(self, peer: bytes, beat: Heartbeat, leave: bool, now: float) -> list[Effect]:
         """PONG; it also tells a process that has been replaced to leave."""
+        lost = 0
         match beat.role:
             case Role.ACTOR if beat.actor_id is not None and beat.actor_id < len(self.roster.places):
                 place = self.roster.places[beat.actor_id]
                 if place.occupied and place.incarnation == beat.incarnation:
-                    place.pulse.beat(beat, now)
+                    lost = place.pulse.beat(beat, now)
                     place.pulse_peer = peer
                 else:
                     leave = True
             case Role.LEARNER if self.learner is not None and self.learner.pid == beat.pid:
-                self.learner.pulse.beat(beat, now)
+                lost = self.learner.pulse.beat(beat, now)
             case Role.LEARNER:
                 leave = True
             case _:
                 pass
-        return [Send(peer, Pong(stopping=leave, run_id=self._welcome.run_id))]
+        told = [Notify(events.OutputLost(beat.role, beat.actor_id, lost))] if lost else []
+        return [Send(peer, Pong(stopping=leave, run_id=self._welcome.run_id)), *told]
 
     def stuck(self, now: float, step_timeout: float, learner_timeout: float) -> list[Effect]:
         """Each actor, and the learner, that does not move or is not heard of any more, told once."""

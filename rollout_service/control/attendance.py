@@ -28,12 +28,20 @@ from rollout_service.control.client import Client
 from rollout_service.control.endpoints import group_id
 from rollout_service.control.keys import Keys
 from rollout_service.control.messages import Hello, Role, Welcome
-from rollout_service.errors import ConfigError, HandshakeRefused, RolloutServiceError, SegmentError, WaitTimedOut
+from rollout_service.errors import (
+    USER_ERRORS,
+    CheckpointError,
+    ConfigError,
+    HandshakeRefused,
+    RolloutServiceError,
+    SegmentError,
+    WaitTimedOut,
+)
 
 EXIT_FAILED: Final = 1
 GRACE_S: Final = 3.0
 """From the moment an actor is to leave to its end, even if its env does not return: it has nothing to save."""
-PLAIN: Final = (ConfigError, HandshakeRefused, SegmentError, WaitTimedOut)
+PLAIN: Final = (CheckpointError, ConfigError, HandshakeRefused, SegmentError, WaitTimedOut)
 """Errors whose text says it all: where they were raised helps nobody."""
 
 
@@ -96,7 +104,7 @@ class Attendance:
                 self._say(f"leaving, {client.stop_reason}")
                 client.bye(client.stop_reason or "finished")
                 return EXIT_FAILED if client.lost else 0
-            except Exception as error:
+            except USER_ERRORS as error:
                 if client.stopping and not welcomed:
                     self._say(str(error))
                     return 0
@@ -104,7 +112,7 @@ class Attendance:
             finally:
                 client.close()
 
-    def _report(self, client: Client, error: Exception) -> int:
+    def _report(self, client: Client, error: BaseException) -> int:
         text = str(error) if isinstance(error, RolloutServiceError) else f"{type(error).__name__}: {error}"
         trace = "" if isinstance(error, PLAIN) else traceback.format_exc()
         if trace and self.by_hand:

@@ -6,7 +6,7 @@ the middle of its work: PREEMPT, as one attribute that is read without a system 
 
 Lost messages: the last request that wants an answer (JOIN, COMMIT, ABORT -> GRANT; READY, PUBLISH -> BATCH) is sent
 again from within `receive` until the answer comes; the service answers repeats alike, and repeats of an answer already
-delivered (same slot, epoch not above; same or earlier update) are dropped here.
+delivered (same slot, epoch not above; same or earlier update, unless RESTORE took it back) are dropped here.
 What must never happen: a wait that no signal, STOP or dead service can end. `stop` is safe in a signal handler.
 """
 
@@ -32,6 +32,7 @@ from rollout_service.control.messages import (
     Publish,
     Ready,
     Refused,
+    Restore,
     Stop,
     Welcome,
     decode,
@@ -123,6 +124,8 @@ class Client:
         self._request_sent_at = 0.0
         self._epochs: dict[int, int] = {}
         self._update = 0
+        self._restored = 0
+        """Of the newest RESTORE."""
         self._said_goodbye = False
 
     @property
@@ -328,6 +331,10 @@ class Client:
                 if update <= self._update:
                     return False
                 self._update = update
+            case Restore(version=version):
+                if version <= self._restored:
+                    return False
+                self._restored, self._update = version, 0
             case Welcome() if self._heart is not None:
                 return False
             case _:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any, Final
 
 from rollout_service.control import events
 from rollout_service.control.admission import Admission, LearnerSeat
+from rollout_service.control.barriers import Barriers
 from rollout_service.control.effects import Effect, Notify, Send
 from rollout_service.control.filling import Filling
 from rollout_service.control.handshake import join_mismatch
@@ -38,6 +38,7 @@ from rollout_service.control.messages import (
     Ready,
     Refused,
     Release,
+    Restore,
     Role,
     Status,
     StatusReport,
@@ -46,22 +47,25 @@ from rollout_service.control.messages import (
     message_name,
 )
 from rollout_service.control.report import RunReport
-from rollout_service.control.roster import SILENCE_S, Place, PlaceState, Rate
+from rollout_service.control.roster import SILENCE_S, Place, PlaceState, Rate, Roster
 from rollout_service.control.scheduling import Scheduler, schedule
 from rollout_service.control.updates import Updates
 from rollout_service.runspec import RunSpec
+from rollout_service.tally import LARGEST_COUNT, add_counts
 
 __all__ = ["FINISHED", "Coordinator", "Effect", "Notify", "Send"]
 
 FINISHED: Final = "finished"
 """Reason of a stop after the last update."""
 REASON_LIMIT: Final = 8000
-COUNTERS_KEPT: Final = 256
-LARGEST_COUNT: Final = 2**63 - 1
 
 
 class Coordinator:
-    """One run. updates_done and env_steps_done: where a resumed run stands; a learner's READY has the last word."""
+    """One run.
+
+    updates_done and env_steps_done: where a resumed run stands; a learner's READY has the last word. elastic: batches go
+    without actors that have gone. kept_places: those, from 0, whose actors the caller starts itself.
+    """
 
     def __init__(
         self,
@@ -79,6 +83,8 @@ class Coordinator:
         updates_done: int = 0,
         env_steps_done: int = 0,
         scheduler: Scheduler | None = None,
+        elastic: bool = False,
+        kept_places: int = 0,
     ) -> None:
         self.spec = spec
         self.total_updates = total_updates
@@ -97,17 +103,19 @@ class Coordinator:
             silence_timeout=silence_timeout,
         )
         self._run_id = run_id
-        self._leases = Leases(spec.num_slots, spec.state_strategy, spec.max_policy_lag)
+        barriers = Barriers(spec.barrier_interval)
+        self._leases = Leases(spec.num_slots, spec.state_strategy, spec.max_policy_lag, barriers)
         self._admission = Admission(
             spec,
             welcome,
+            Roster(spec.num_places, spec.num_actors, elastic=elastic, kept=kept_places),
             self.counters,
             silence_timeout,
             has_lease=lambda identity: self._leases.ledger.lease_of(identity) is not None,
         )
         self._roster = self._admission.roster
         self._filling = Filling(
-            scheduler or schedule(spec.num_actors, spec.max_policy_lag), self._leases, self._roster, self.counters
+            scheduler or schedule(spec.num_places, spec.max_policy_lag), self._leases, self._roster, self.counters
         )
         self._updates = Updates(
             spec,
@@ -202,6 +210,7 @@ class Coordinator:
         """Nobody will take this vacant place again: from now on it counts as empty. No-op while somebody is there."""
         place = self._roster.places[actor_id]
         if not place.occupied:
+            self.counters["abandoned_places"] += place.state is not PlaceState.ABANDONED
             self._roster.give_up(place)
         return self._proceed(now)
 
@@ -212,6 +221,11 @@ class Coordinator:
         """
         if self._admission.learner_gone(now, pid):
             self._updates.learner_lost(stopped=self.stopped is not None)
+        return []
+
+    def counted(self, name: str, total: int) -> list[Effect]:
+        """What the process around this has counted, for whoever asks for the run's counters."""
+        self.counters[name] = min(total, LARGEST_COUNT)
         return []
 
     def stop(self, reason: str, now: float) -> list[Effect]:
@@ -264,10 +278,10 @@ class Coordinator:
             case Verdict.REPEATED:
                 pass
             case Verdict.STALE:
-                self._count(commit.counters)
+                add_counts(self.counters, commit.counters)
                 effects += map(Notify, self._updates.refused(identity.actor_id, commit))
             case Verdict.ACCEPTED:
-                self._count(commit.counters)
+                add_counts(self.counters, commit.counters)
                 effects.append(self._accepted(identity, commit, place, now))
         answer = Send(peer, Committed(slot=commit.slot, epoch=commit.epoch, accepted=accepted))
         again = [] if place is None else self._grant_again(place)
@@ -290,14 +304,9 @@ class Coordinator:
                 episodes=commit.episodes,
                 seconds=commit.seconds,
                 counters=commit.counters,
+                remarks=commit.remarks,
             )
         )
-
-    def _count(self, counters: Mapping[str, int]) -> None:
-        """What an actor counted. Names and numbers are its own: the table stays small, and its entries can be sent."""
-        for name, count in counters.items():
-            if name in self.counters or len(self.counters) < COUNTERS_KEPT:
-                self.counters[name] = min(self.counters[name] + count, LARGEST_COUNT)
 
     def _abort(self, peer: bytes, abort: Abort, now: float) -> list[Effect]:
         place = self._roster.present(peer)
@@ -339,6 +348,8 @@ class Coordinator:
         learner = self._admission.learner
         if self.stopped is not None or learner is None:
             return []
+        if learner.ready and self._updates.must_go_back:
+            return self._restore(learner)
         effects: list[Effect] = []
         if (due := self._filling.due(now)) is not None:
             batch, formed = self._updates.form(due, now)
@@ -353,18 +364,24 @@ class Coordinator:
 
     # --- learner -----------------------------------------------------------------------------------------------------
 
+    def _restore(self, learner: LearnerSeat) -> list[Effect]:
+        """The run goes back to the newest checkpoint."""
+        self._updates.go_back()
+        learner.ready, learner.told = False, Restore(version=self._updates.newest)
+        return [Send(learner.peer, learner.told)]
+
     def _ready(self, peer: bytes, ready: Ready, now: float) -> list[Effect]:
         learner = self._admission.learner
         if learner is None or learner.peer != peer:
             return self.reject(peer, "READY of a peer that is not this run's learner; say HELLO first")
-        if learner.ready:
-            return self._batch_again(peer)
+        if learner.ready or (learner.told is not None and ready.version <= learner.told.version):
+            return self._told_again(learner)
         if self.version is not None and ready.version <= self.version:
             return self.reject(
                 peer,
                 f"ready.version {ready.version} is not above {self.version}, which actors may have; publish higher",
             )
-        learner.ready = True
+        learner.ready, learner.told = True, None
         told = list(map(Notify, self._updates.ready(learner.pid, ready)))
         if not self._updates.another_fits(self.env_steps):
             return [*told, *self.stop(FINISHED, now)]
@@ -376,7 +393,7 @@ class Coordinator:
         if learner is None or learner.peer != peer:
             return self.reject(peer, "PUBLISH of a peer that is not this run's learner; say HELLO first")
         if publish.update <= self.updates_done:
-            return self._batch_again(peer) if self.stopped is None else [Send(peer, Stop(reason=self.stopped))]
+            return self._told_again(learner) if self.stopped is None else [Send(peer, Stop(reason=self.stopped))]
         objection = self._updates.objection(publish)
         if batch is None or objection is not None:
             return self.reject(peer, objection or "no batch is out")
@@ -384,9 +401,16 @@ class Coordinator:
         if self.stopped is not None:
             return [*told, Send(peer, Stop(reason=self.stopped))]
         if batch.last:
-            return [*told, *self.stop(FINISHED, now)]
+            return [*told, *self.stop(self._outcome(publish), now)]
         self._filling.open(now)
         return [*told, *self._proceed(now)]
+
+    @staticmethod
+    def _outcome(last: Publish) -> str:
+        """A run whose last weights are in no checkpoint has not finished."""
+        if last.checkpoint_failure is None:
+            return FINISHED
+        return f"all {last.update} updates were made, but the last is not saved: {last.checkpoint_failure}"
 
     def _release(self, peer: bytes, release: Release, now: float) -> list[Effect]:
         learner = self._admission.learner
@@ -395,8 +419,10 @@ class Coordinator:
         self._updates.release(release.update)
         return self._proceed(now)
 
-    def _batch_again(self, peer: bytes) -> list[Effect]:
-        return [] if self._updates.batch is None else [Send(peer, self._updates.batch)]
+    def _told_again(self, learner: LearnerSeat) -> list[Effect]:
+        """What the learner waits for, in case it has missed it."""
+        told = learner.told or self._updates.batch
+        return [] if told is None else [Send(learner.peer, told)]
 
     def _progress(self) -> dict[str, Any]:
         return {

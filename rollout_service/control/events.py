@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollout_service.control.messages import Episode, Role
+from rollout_service.tally import TallyRecord
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class ActorStuck:
 class LearnerReady:
     """A learner's weights are out, and grants may go. updates, env_steps: where the run stands with it.
 
-    restored: another learner was lost before; the rest is what that has cost. unannounced_update: the lost one had
-    saved an update without having said so.
+    restored: it went back, or another learner was lost before; the counts are what that has cost. unannounced_update:
+    the lost one had saved an update without having said so.
     """
 
     pid: int
@@ -60,6 +61,10 @@ class LearnerReady:
     dropped_env_steps: int = 0
     rolled_back_updates: int = 0
     rolled_back_env_steps: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """The learner's, of the last update."""
+    tally: TallyRecord = field(default_factory=TallyRecord)
+    """As of that update."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,15 @@ class LearnerSilent:
 
     pid: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class OutputLost:
+    """So many more writes to this process's own log were lost: its disk did not take them."""
+
+    role: Role
+    actor_id: int | None
+    writes: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,7 @@ class RolloutCommitted:
     episodes: tuple[Episode, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     counters: Mapping[str, int] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,8 @@ class UpdateFinished:
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
     checkpoint: str | None
+    checkpoint_failure: str | None = None
+    """Why the one that was due could not be written."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +206,7 @@ Event = (
     | LearnerReady
     | LearnerStuck
     | LearnerSilent
+    | OutputLost
     | PeerLeft
     | PeerRefused
     | RolloutCommitted

@@ -126,7 +126,7 @@ class Filling:
         if not learner_is_there:
             return f"no learner came {within}"
         if not any(place.occupied for place in self._roster.places):
-            return f"no actor came {within}; {len(self._roster.places)} were waited for"
+            return f"no actor came {within}; {sum(place.awaited for place in self._roster.places)} were waited for"
         return None
 
     def overdue(self, update: int, now: float) -> list[Effect]:
@@ -135,14 +135,18 @@ class Filling:
             return []
         ready = self._leases.ledger.count()[SlotState.READY]
         waited = now - self._vigil.opened_at
-        overdue = events.BatchOverdue(update, waited, ready, self.scheduler.needed, tuple(self.waited_for()))
-        return [Notify(overdue)]
+        missing = self.scheduler.missing(self._leases.ledger, self._absent())
+        needed = min(self.scheduler.needed, ready + len(missing)) if missing else self.scheduler.least
+        return [Notify(events.BatchOverdue(update, waited, ready, needed, tuple(self.waited_for())))]
 
     def waited_for(self) -> list[str]:
         """For whom the batch waits, in words; all that have not committed if nobody is left who could."""
         ledger, scheduler = self._leases.ledger, self.scheduler
         missing = scheduler.missing(ledger, self._absent()) or scheduler.missing(ledger, ())
-        return [in_words(self._roster.places[actor_id]) for actor_id in missing]
+        places = [self._roster.places[actor_id] for actor_id in missing]
+        named = [place for place in places if place.awaited or place.occupied or not self._roster.elastic]
+        anybody = [f"anybody who takes one of {empty} empty places"] if (empty := len(places) - len(named)) else []
+        return [*map(in_words, named), *anybody]
 
     def waiting_seconds(self, now: float) -> float | None:
         """Since the learner waits."""

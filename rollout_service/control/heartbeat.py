@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rollout_service.control.messages import Heartbeat, Hello, Message, Pong, Preempt, Welcome, decode, encode
 from rollout_service.control.transport import Dealer
 from rollout_service.errors import MessageRejected, ProtocolError
+from rollout_service.lifeline import OUTPUT
 
 if TYPE_CHECKING:
     from rollout_service.control.client import Client
@@ -68,6 +69,7 @@ class Heart(threading.Thread):
                 incarnation=self._welcome.incarnation,
                 progress=int(pulse.progress),
                 phase=str(pulse.phase)[:200],
+                lost_writes=OUTPUT.writes,
             )
             dealer.send(encode(beat))
             # A beat counts as one interval of silence, however long it took: whatever is beyond that, this thread was

@@ -8,7 +8,8 @@ the recurrent state of row 0 comes from:
     carry    everything else: the actor's live state goes on, but nobody has written it into the slot
 
 In a run that goes on from a checkpoint, `fresh` of a new incarnation also starts its envs and random streams anew,
-from the update at hand: left alone, they would be those with which the first run began.
+from the update at hand: left alone, they would be those with which the first run began. Behind a barrier everybody's
+start is `fresh` in that sense.
 
 What must never happen: `seeded` where the live state has moved on. A seed serves one grant.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rollout_service.control.barriers import Barriers
 from rollout_service.control.ledger import Filled, Identity, Ledger, SlotState, Verdict
 from rollout_service.control.messages import Commit, Grant, Preempt, StartFrom
 from rollout_service.control.scheduling import FormBatch
@@ -44,8 +46,11 @@ class TakenBatch:
 class Leases:
     """All slots of a run, their leases and their seeds."""
 
-    def __init__(self, num_slots: int, strategy: StateStrategy, max_policy_lag: int = 0) -> None:
+    def __init__(
+        self, num_slots: int, strategy: StateStrategy, max_policy_lag: int = 0, barriers: Barriers | None = None
+    ) -> None:
         self.ledger = Ledger(num_slots)
+        self.barriers = barriers or Barriers(every=0)
         self.max_policy_lag = max_policy_lag
         self.resumed = False
         """The run began with updates behind it."""
@@ -58,10 +63,16 @@ class Leases:
         """What was asked of the holder of each lease that holds, for whoever missed it."""
         self._acted: set[Identity] = set()
         """Actors that have finished a lease: they have a live recurrent state."""
+        self._torn: set[int] = set()
+        """Places whose envs were lost with their actor, until a lease there begins anew."""
         self._seeded_slots: frozenset[int] = frozenset()
         self._seeded_from: dict[int, int] = {}
         """actor_id -> incarnation whose rows the learner read last; used up by the next grant."""
         self._filled_at: dict[int, float] = {}
+
+    def is_torn(self, update: int) -> bool:
+        """Whether behind this update somebody would have to go on with episodes that are lost."""
+        return self.barriers.every > 0 and bool(self._torn) and not self.barriers.behind(update)
 
     def standing(self, holder: Identity) -> Grant | None:
         """The grant that holds."""
@@ -94,15 +105,20 @@ class Leases:
     def grant(self, slot: int, holder: Identity, *, version: int, update: int) -> Grant:
         """FREE -> LEASED."""
         lease = self.ledger.grant(slot, holder, version)
+        anew = self.barriers.behind(update - 1)
+        start = self._start(slot, holder)
         grant = Grant(
             slot=slot,
             epoch=lease.epoch,
             version=version,
-            start=self._start(slot, holder),
+            start=StartFrom.FRESH if anew else start,
             update=update,
-            reset_envs=self.resumed and holder not in self._acted,
+            reset_envs=anew or (self.resumed and holder not in self._acted),
+            barrier_after=self.barriers.cut(update),
         )
         self._grants[holder] = grant
+        if anew:
+            self._torn.discard(holder.actor_id)
         return grant
 
     def commit(self, holder: Identity, commit: Commit, *, newest: int, now: float) -> tuple[Verdict, bool]:
@@ -132,6 +148,7 @@ class Leases:
         if not self.ledger.abort(slot, epoch, holder):
             return False
         self._ended(holder)
+        self._torn.add(holder.actor_id)
         return True
 
     def holder_gone(self, holder: Identity, why: str) -> None:
@@ -139,6 +156,7 @@ class Leases:
         self.ledger.holder_gone(holder, why)
         self._ended(holder)
         self._acted.discard(holder)
+        self._torn.add(holder.actor_id)
 
     def take(self, due: FormBatch, now: float) -> TakenBatch:
         """READY -> READING for all its slots; late leases are quarantined."""

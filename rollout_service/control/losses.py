@@ -1,4 +1,5 @@
-"""What the loss of a learner costs: rollouts that nobody will train on, and updates that have to be made again. Pure.
+"""What it costs that a learner was lost, or has to go back to its checkpoint: rollouts that nobody will train on, and
+updates that have to be made again. Pure.
 
 Writer: the coordinator. Counters are right at any moment; the whole is told once another learner is ready:
 
@@ -34,11 +35,15 @@ class Losses:
         self._counters = counters
         self._since: Counter[str] = Counter()
         self._batch: LostBatch | None = None
-        self._learner_lost = False
+        self._goes_back = False
+
+    def goes_back(self) -> None:
+        """The next READY may stand further back than the run."""
+        self._goes_back = True
 
     def learner_lost(self, batch: LostBatch | None) -> None:
         """Before its slots are dropped."""
-        self._learner_lost = True
+        self.goes_back()
         self._batch = self._batch if batch is None else batch
         self._count(lost_learners=1)
 
@@ -51,13 +56,13 @@ class Losses:
         saved = batch is not None and ready.updates_done == batch.update
         if saved and batch is not None:
             self._count(dropped_rollouts=-batch.rollouts, dropped_env_steps=-batch.env_steps)
-        if self._learner_lost:
+        if self._goes_back:
             self._count(
                 rolled_back_updates=max(0, updates - ready.updates_done),
                 rolled_back_env_steps=max(0, env_steps - ready.env_steps_done),
             )
-        found, restored = self._since, self._learner_lost
-        self._since, self._batch, self._learner_lost = Counter(), None, False
+        found, restored = self._since, self._goes_back
+        self._since, self._batch, self._goes_back = Counter(), None, False
         return events.LearnerReady(
             pid=pid,
             version=ready.version,
@@ -69,6 +74,8 @@ class Losses:
             dropped_env_steps=found["dropped_env_steps"],
             rolled_back_updates=found["rolled_back_updates"],
             rolled_back_env_steps=found["rolled_back_env_steps"],
+            figures=ready.metrics,
+            tally=ready.tally,
         )
 
     def _count(self, **counts: int) -> None:

@@ -19,6 +19,7 @@ Order of a conversation (a: actor, l: learner, o: observer, s: service):
     l -> s    RELEASE   its slots will not be read again                   not resent: PUBLISH says so too
     l -> s    PUBLISH   slots released, next ones seeded, weights          resent until BATCH or STOP
                         written, figures of the update
+    s -> l    RESTORE   go on from the newest checkpoint: READY once more  sent again with each answer while it holds
     s -> any  STOP      finish, leave                                      also told by PONG
     any -> s  BYE       leaving
     any -> s  HEARTBEAT alive; how far I am                                answered by PONG
@@ -36,6 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_service.errors import MessageRejected, ProtocolVersionDiffers
 from rollout_service.runspec import PROTOCOL_VERSION, AutoresetMode, Spaces, StateStrategy
+from rollout_service.tally import TallyRecord
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """A control message is a few hundred bytes; WELCOME with a large parameter manifest stays well below 1 MiB."""
@@ -50,6 +52,10 @@ FromWire = Field(strict=False)
 Name = Annotated[str, Field(max_length=64)]
 FEW: Final = 64
 """Names that one message may bring along: they become keys of tables that live as long as the run."""
+Remark = Annotated[str, Field(max_length=512)]
+FEW_REMARKS: Final = 4
+DROPPED_EPISODES: Final = "dropped_episodes"
+"""Counter of episodes that were dropped for bad data."""
 
 
 class Role(StrEnum):
@@ -147,6 +153,10 @@ class Ready(Message):
     version: Count
     updates_done: Count = 0
     env_steps_done: Count = 0
+    metrics: dict[str, float] = {}
+    """Figures of the last update, which its checkpoint has kept."""
+    tally: TallyRecord = TallyRecord()
+    """As of that update."""
 
 
 class Grant(Message):
@@ -190,6 +200,8 @@ class Commit(Message):
     """Time split of the lease: phase -> seconds."""
     counters: Annotated[dict[Name, Count], Field(max_length=FEW)] = {}
     """Counted oddities since the last commit, e.g. seed_mismatches, truncations_without_final_obs."""
+    remarks: Annotated[tuple[Remark, ...], Field(max_length=FEW_REMARKS), FromWire] = ()
+    """The first of these in words, for people: a line each."""
 
 
 class Committed(Message):
@@ -216,6 +228,10 @@ class Batch(Message):
     """Valid env steps committed up to and including this batch."""
     last: bool = False
     """The run ends after this update."""
+    return_mean: float | None = None
+    """Mean raw return of the newest finished episodes, those that ended in this batch included."""
+    tally: TallyRecord = TallyRecord()
+    """This batch included; for the checkpoint behind it."""
     seed_into: Annotated[tuple[Count | None, ...], FromWire] = ()
     """Per slot the one in which its actor's next rollout starts: the learner seeds row 0 and the carry flag there. None
     where a late actor may still write; () where nobody knows yet which slot that will be."""
@@ -236,6 +252,15 @@ class Publish(Message):
     seconds: dict[str, float] = {}
     checkpoint: ShortText | None = None
     """Path of the checkpoint written after this update, if one was."""
+    checkpoint_failure: ShortText | None = None
+    """Why the one that was due could not be written."""
+
+
+class Restore(Message):
+    """The learner goes on from its newest checkpoint, and says so with READY."""
+
+    version: Count
+    """Of the weights that it was told so behind: READY has a higher one."""
 
 
 class Stop(Message):
@@ -255,6 +280,8 @@ class Heartbeat(Message):
     progress: Count = 0
     """Grows with every env step or minibatch; standing still while `phase` is a working one means stuck."""
     phase: ShortText = ""
+    lost_writes: Count = 0
+    """Writes to this process's own log that its disk did not take, since its start."""
 
 
 class Pong(Message):
@@ -274,8 +301,8 @@ class StatusReport(Message):
 MESSAGES: Final[dict[str, type[Message]]] = {
     cls.__name__.lower(): cls
     for cls in (
-        Hello, Welcome, Refused, Join, Ready, Grant, Preempt, Commit, Committed, Abort, Batch, Release, Publish, Stop,
-        Bye, Heartbeat, Pong, Status, StatusReport,
+        Hello, Welcome, Refused, Join, Ready, Grant, Preempt, Commit, Committed, Abort, Batch, Release, Publish,
+        Restore, Stop, Bye, Heartbeat, Pong, Status, StatusReport,
     )
 }  # fmt: skip
 

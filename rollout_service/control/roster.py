@@ -49,14 +49,18 @@ class Pulse:
     moved_at: float
     progress: int = 0
     phase: str = ""
+    lost_writes: int = 0
     reported: bool = False
     """Stuck was said once; a move clears it."""
     working: frozenset[str] = WORKING_PHASES
 
-    def beat(self, heartbeat: Heartbeat, now: float) -> None:
+    def beat(self, heartbeat: Heartbeat, now: float) -> int:
+        """Returns how many writes to its log were lost since the last one."""
         if (heartbeat.progress, heartbeat.phase) != (self.progress, self.phase):
             self.moved_at, self.reported = now, False
         self.progress, self.phase, self.heard_at = heartbeat.progress, heartbeat.phase, now
+        lost, self.lost_writes = heartbeat.lost_writes - self.lost_writes, heartbeat.lost_writes
+        return max(0, lost)
 
     def stuck(self, now: float, step_timeout: float, silence: float = SILENCE_S) -> tuple[str, float] | None:
         """(phase, seconds) of one that does not move, once."""
@@ -120,7 +124,10 @@ class Place:
     pulse_peer: bytes | None = None
     """Where its heartbeats come from: what is sent there is read even while its main thread works."""
     awaited: bool = True
-    """False once a batch went without anyone here, or the place was given up; until somebody has joined again."""
+    """False in a place beyond num_actors, and once its actor has left an elastic run, a batch went without anyone here,
+    or the place was given up; until somebody has joined."""
+    kept: bool = False
+    """For the process that the run's owner starts: only an actor that names the place gets it, until it is given up."""
 
     @property
     def identity(self) -> Identity:
@@ -132,10 +139,17 @@ class Place:
 
 
 class Roster:
-    """The places, and which peer is who."""
+    """The places, and which peer is who.
 
-    def __init__(self, num_actors: int) -> None:
-        self.places = tuple(Place(actor_id) for actor_id in range(num_actors))
+    num_actors: of the num_places those that are waited for from the start. elastic: who has gone is not waited for.
+    kept: places, from 0, whose processes the run's owner starts itself.
+    """
+
+    def __init__(self, num_places: int, num_actors: int, *, elastic: bool = False, kept: int = 0) -> None:
+        self.elastic = elastic
+        self.places = tuple(
+            Place(actor_id, awaited=actor_id < num_actors, kept=actor_id < kept) for actor_id in range(num_places)
+        )
         self._by_peer: dict[bytes, Identity] = {}
 
     def present(self, peer: bytes) -> Place | None:
@@ -159,7 +173,7 @@ class Roster:
 
     def give_up(self, place: Place) -> None:
         """Nobody will come to this vacant place by itself."""
-        place.state, place.awaited = PlaceState.ABANDONED, False
+        place.state, place.awaited, place.kept = PlaceState.ABANDONED, False, False
 
     def seat(self, peer: bytes, hello: Hello, now: float) -> Place | str:
         """The place for an actor that says HELLO, or why there is none."""
@@ -181,13 +195,15 @@ class Roster:
             del self._by_peer[peer]
 
     def vacate(self, place: Place) -> None:
+        """Its process is gone."""
+        if self.elastic and place.state is PlaceState.JOINED:
+            place.awaited = False
         place.state, place.peer, place.pulse_peer = PlaceState.VACANT, None, None
 
     def _find(self, hello: Hello) -> Place | str:
         if hello.requested_actor is None:
-            free = [place for place in self.places if not place.occupied]
-            free.sort(key=lambda place: place.state is PlaceState.ABANDONED)
-            return free[0] if free else f"no place is free: all {len(self.places)} actors of this run are here"
+            free = [place for place in self.places if not place.occupied and not place.kept]
+            return min(free, key=lambda place: not place.awaited) if free else self._full()
         if hello.requested_actor >= len(self.places):
             return f"actor {hello.requested_actor} does not exist: this run has {len(self.places)} actors, from 0"
         place = self.places[hello.requested_actor]
@@ -197,6 +213,11 @@ class Roster:
                 f"incarnation {hello.incarnation} may come once that process is proven to be gone"
             )
         return place
+
+    def _full(self) -> str:
+        if kept := sum(place.kept and not place.occupied for place in self.places):
+            return f"no place is free: this run has {len(self.places)} (max_actors), and fills {kept} of them itself"
+        return f"no place is free: all {len(self.places)} actors of this run are here"
 
 
 def in_words(place: Place) -> str:

@@ -1,11 +1,13 @@
 """When slots are granted, and when a batch goes to the learner. Pure: states and `now` in, decisions out.
 
-    Lockstep    policy lag 0. Two banks of A slots, slot `bank * A + a` is actor a's. One bank is filled at a time; it
-                goes to the learner when every place has committed; the other opens once the next weights are out.
+    Lockstep    policy lag 0. Two banks of A slots, one per place; slot `bank * A + a` is actor a's. One bank is filled
+                at a time; it goes to the learner when every place that is waited for has committed; the other opens
+                once the next weights are out.
     Streaming   policy lag up to `max_policy_lag`. Any actor takes any free slot, also while the learner works; a
                 batch is the oldest committed slots, as many as there are places that are waited for.
 
-A place from which nothing can come now (given up, or its actor still has to let go of an older slot) is `absent`.
+A place from which nothing can come now (empty and not waited for, or its actor still has to let go of an older slot)
+is `absent`. Actors that join or leave an elastic run thereby make batches larger or smaller.
 Two rules keep slow actors from holding up the others, both off by default:
 
     preempt_share   once that share of a batch has been committed, others are asked to commit what they have: in
@@ -61,6 +63,11 @@ class Scheduler(Protocol):
     @property
     def needed(self) -> int:
         """Committed slots without which a deadline changes nothing."""
+        ...
+
+    @property
+    def least(self) -> int:
+        """Committed slots without which no batch goes."""
         ...
 
     def open(self, now: float, *, first: bool = False) -> None:
@@ -126,13 +133,13 @@ class Patience:
 class _Waiting:
     """What both schedules know: whether the learner waits, and until when."""
 
-    def __init__(self, num_actors: int, patience: Patience) -> None:
-        self.num_actors = num_actors
+    def __init__(self, num_places: int, patience: Patience) -> None:
+        self.num_places = num_places
         self.first_deadline_s = patience.first_deadline_s
         self.preempt_min_steps = patience.preempt_min_steps
-        self.needed = num_actors if patience.min_actors is None else max(1, patience.min_actors)
+        self.needed = num_places if patience.min_actors is None else max(1, patience.min_actors)
         self._patience = patience
-        self._least = 1 if patience.min_actors is None else self.needed
+        self.least = 1 if patience.min_actors is None else self.needed
         self._waiting = False
         self._deadline = math.inf
 
@@ -163,8 +170,8 @@ class Lockstep(_Waiting):
 
     max_policy_lag = 0
 
-    def __init__(self, num_actors: int, patience: Patience | None = None) -> None:
-        super().__init__(num_actors, patience or Patience())
+    def __init__(self, num_places: int, patience: Patience | None = None) -> None:
+        super().__init__(num_places, patience or Patience())
         self.bank = 0
         """The one that is filled now, or that the learner works on."""
 
@@ -172,7 +179,7 @@ class Lockstep(_Waiting):
         self.bank = (self.bank + 1) % NUM_BANKS
 
     def slots(self, bank: int) -> range:
-        return range(bank * self.num_actors, (bank + 1) * self.num_actors)
+        return range(bank * self.num_places, (bank + 1) * self.num_places)
 
     def slot_for(self, actor_id: int, ledger: Ledger, absent: Collection[int]) -> int | None:  # noqa: ARG002
         """Its own slot of the open bank."""
@@ -181,7 +188,7 @@ class Lockstep(_Waiting):
 
     def seeds(self, slots: Sequence[int]) -> tuple[int, ...]:
         """The same place of the other bank."""
-        return tuple((slot + self.num_actors) % (NUM_BANKS * self.num_actors) for slot in slots)
+        return tuple((slot + self.num_places) % (NUM_BANKS * self.num_places) for slot in slots)
 
     def decide(self, ledger: Ledger, absent: Collection[int], now: float) -> FormBatch | None:
         """A bank without one committed slot never goes."""
@@ -190,7 +197,7 @@ class Lockstep(_Waiting):
         bank = self.slots(self.bank)
         ready = len(self._ready(ledger))
         missing = self.missing(ledger, absent)
-        if not missing and ready >= self._least:
+        if not missing and ready >= self.least:
             return FormBatch(tuple(bank))
         if now >= self._deadline and ready >= self.needed:
             late = tuple(bank[place] for place in missing if ledger.state(bank[place]) is SlotState.LEASED)
@@ -230,8 +237,8 @@ class Streaming(_Waiting):
     actors nothing is then dropped, and lag 1 is double buffering.
     """
 
-    def __init__(self, num_actors: int, max_policy_lag: int, patience: Patience | None = None) -> None:
-        super().__init__(num_actors, patience or Patience())
+    def __init__(self, num_places: int, max_policy_lag: int, patience: Patience | None = None) -> None:
+        super().__init__(num_places, patience or Patience())
         self.max_policy_lag = max_policy_lag
         self._learning = False
         """A batch is out, and its weights are not."""
@@ -285,7 +292,7 @@ class Streaming(_Waiting):
         if not self._waiting:
             return []
         there = {filled.holder.actor_id for slot in ledger.ready() if (filled := ledger.filled(slot)) is not None}
-        return [place for place in range(self.num_actors) if place not in there and place not in absent]
+        return [place for place in range(self.num_places) if place not in there and place not in absent]
 
     def to_preempt(self, ledger: Ledger, absent: Collection[int], version: int) -> list[int]:
         if not self._share_reached(len(ledger.ready()), self._batch_size(absent)):
@@ -293,16 +300,16 @@ class Streaming(_Waiting):
         return [lease.slot for lease in ledger.leases() if version + 1 - lease.version > self.max_policy_lag]
 
     def _batch_size(self, absent: Collection[int]) -> int:
-        return max(self._least, self.num_actors - len(absent))
+        return max(self.least, self.num_places - len(absent))
 
 
-def schedule(num_actors: int, max_policy_lag: int, patience: Patience | None = None) -> Lockstep | Streaming:
+def schedule(num_places: int, max_policy_lag: int, patience: Patience | None = None) -> Lockstep | Streaming:
     """One knob chooses. patience: the rules for slow actors; by default none."""
     if max_policy_lag == 0:
-        return Lockstep(num_actors, patience)
-    return Streaming(num_actors, max_policy_lag, patience)
+        return Lockstep(num_places, patience)
+    return Streaming(num_places, max_policy_lag, patience)
 
 
-def scheduler_for(config: TrainConfig, num_actors: int) -> Lockstep | Streaming:
+def scheduler_for(config: TrainConfig, num_places: int) -> Lockstep | Streaming:
     """What the settings ask for."""
-    return schedule(num_actors, config.max_policy_lag, Patience.of(config))
+    return schedule(num_places, config.max_policy_lag, Patience.of(config))

@@ -20,10 +20,11 @@ from rollout_service.control.account import Account
 from rollout_service.control.filling import Filling
 from rollout_service.control.leases import Leases
 from rollout_service.control.losses import Losses, LostBatch
-from rollout_service.control.messages import Batch, Commit, Publish, Ready
+from rollout_service.control.messages import Batch, Commit, Episode, Publish, Ready
 from rollout_service.control.roster import Rate
 from rollout_service.control.scheduling import FormBatch
 from rollout_service.runspec import RunSpec
+from rollout_service.tally import Tally
 
 
 class Updates:
@@ -47,9 +48,11 @@ class Updates:
         """Newest weights; None before the first READY."""
         self.batch: Batch | None = None
         """The batch the learner works on."""
-        self.lags: Counter[int] = Counter()
-        """Policy lag -> rollouts that went to the learner with it."""
+        self.tally = Tally()
+        """Of all that went to the learner."""
         self.rate = Rate()
+        self.checkpoint_missing_since: int | None = None
+        """The first update whose checkpoint was due and could not be written, until one is."""
         self._total = total
         self._spec = spec
         self._leases = leases
@@ -61,6 +64,8 @@ class Updates:
         """The batch's slots are filled anew already."""
         self._env_steps: dict[int, int] = {}
         """Slot -> env steps of the newest commit that was accepted for it."""
+        self._episodes: dict[int, tuple[Episode, ...]] = {}
+        """Slot -> episodes that ended in that commit."""
 
     @property
     def newest(self) -> int:
@@ -83,7 +88,9 @@ class Updates:
     def accepted(self, commit: Commit) -> int:
         """A slot was filled. Returns its env steps."""
         env_steps = self._env_steps[commit.slot] = self.env_steps_of(commit)
+        self._episodes[commit.slot] = commit.episodes
         self._account.committed += env_steps
+        self.tally.count(commit.counters)
         return env_steps
 
     def refused(self, actor_id: int, commit: Commit) -> list[events.RolloutTooOld]:
@@ -102,7 +109,9 @@ class Updates:
         rollouts = list(zip(taken.slots, taken.holders, taken.valid_steps, taken.versions, strict=True))
         env_steps = self.env_steps + sum(self._env_steps[slot] for slot, _, steps, _ in rollouts if steps > 0)
         lags = tuple(self.newest - version for _, holder, _, version in rollouts if holder is not None)
-        self.lags.update(lags)
+        self.tally.policy_lags.update(lags)
+        for slot, _, steps, _ in rollouts:
+            self.tally.finish(self._episodes[slot] if steps > 0 else ())
         self._released = False
         self.batch = Batch(
             update=self.done + 1,
@@ -111,6 +120,8 @@ class Updates:
             versions=taken.versions,
             env_steps=env_steps,
             last=not self.another_fits(env_steps),
+            return_mean=self.tally.score,
+            tally=self.tally.record(),
             seed_into=self._filling.seed_into(taken.slots),
         )
         if self.batch.last:
@@ -156,6 +167,7 @@ class Updates:
         self.batch = None
         self.version, self.done, self.env_steps = publish.version, batch.update, batch.env_steps
         self.rate.add(now, 1)
+        self._checkpoint(publish)
         finished = events.UpdateFinished(
             update=batch.update,
             version=publish.version,
@@ -163,8 +175,16 @@ class Updates:
             metrics=publish.metrics,
             seconds=publish.seconds,
             checkpoint=publish.checkpoint,
+            checkpoint_failure=publish.checkpoint_failure,
         )
         return [finished, *self._drop_outdated()]
+
+    def _checkpoint(self, publish: Publish) -> None:
+        if publish.checkpoint is not None:
+            self.checkpoint_missing_since = None
+        if publish.checkpoint_failure is not None:
+            self._counters["checkpoint_failures"] += 1
+            self.checkpoint_missing_since = self.checkpoint_missing_since or publish.update
 
     # --- learners that come and go
 
@@ -176,11 +196,15 @@ class Updates:
         self._dropped(self._leases.drop_filled("older than the restored learner's weights"))
         stands = self._losses.restored(pid, ready, updates=self.done, env_steps=self.env_steps)
         self.version, self.done, self.env_steps = ready.version, ready.updates_done, ready.env_steps_done
+        self._leases.barriers.began_at = self.done
+        self.tally.restore(ready.tally)
+        self.checkpoint_missing_since = None
         if self._account.began_at is None:
             self._account.began_at = ready.env_steps_done
         if not stands.unannounced_update:
             return [stands]
-        return [events.UpdateFinished(stands.updates, stands.version, stands.env_steps, {}, {}, None), stands]
+        at = stands.updates, stands.version, stands.env_steps
+        return [events.UpdateFinished(*at, ready.metrics, {}, None), stands]
 
     def learner_lost(self, *, stopped: bool) -> None:
         """What it read or would have read is dropped. stopped: no other learner will come."""
@@ -192,6 +216,17 @@ class Updates:
             self._losses.dropped(lost.rollouts, lost.env_steps)
         self._filling.close()
         self._dropped(self._leases.drop_filled("the learner was lost"))
+
+    @property
+    def must_go_back(self) -> bool:
+        """The learner has nothing to do, and what is to follow can be collected from the last barrier on only."""
+        return self.batch is None and self._leases.is_torn(self.done)
+
+    def go_back(self) -> None:
+        """No grants until READY; what was collected meanwhile is dropped."""
+        self._losses.goes_back()
+        self._filling.close()
+        self._dropped(self._leases.drop_filled("an actor was lost: the run goes back to a barrier"))
 
     def stop(self) -> None:
         """No grants; what no batch has taken is dropped. The batch that is out may still be published."""

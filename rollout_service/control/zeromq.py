@@ -7,6 +7,8 @@ which is why endpoints beyond this machine need them (endpoints).
 What must never happen:
   - a vanished, slow or hostile peer raises out of a loop: what cannot be delivered is dropped (every message of the
     protocol is resent by whoever waits for its answer), and oversized messages are cut off by zmq itself;
+  - a process without a file descriptor left, because strangers took them all: ZeroMQ would end it. Before it comes to
+    that every connection is cut; peers of the run come back by themselves, and resend;
   - a process hangs at exit with unsent messages: linger is 0 from each socket's creation, `close` may flush briefly;
   - a context crosses a fork: it is made inside the process that uses it.
 """
@@ -17,6 +19,7 @@ import contextlib
 import math
 import os
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -27,6 +30,7 @@ import zmq
 import zmq.utils.monitor
 import zmq.utils.z85
 
+from rollout_service.control.descriptors import make_room, running_short
 from rollout_service.control.endpoints import IPC, SocketAccess
 from rollout_service.control.keys import Keys
 from rollout_service.control.messages import MAX_MESSAGE_BYTES
@@ -34,14 +38,21 @@ from rollout_service.control.wakeup import WakeUp, Woken
 from rollout_service.errors import ConfigError
 
 HIGH_WATER_MARK: Final = 1000
-"""Messages queued per peer and direction. A peer has one or two in flight; more means that it is gone."""
+"""Messages queued per peer to be sent. A peer has one or two in flight; more means that it is gone."""
+UNREAD: Final = 64
+"""Messages received per peer and not yet read: so many MiB of memory at most. Then the peer has to wait."""
 RECONNECT_MS: Final = 50
 RECONNECT_MAX_MS: Final = 1000
-BACKLOG: Final = 512
-"""Pending connections: two per actor may arrive at once."""
+BACKLOG: Final = 64
+"""Pending connections. More that arrive at once try again after RECONNECT_MS; a crowd of strangers waits here."""
 HANDSHAKE_MS: Final = 10_000
 """A connection that has not said by then who it is, is closed."""
+UNBIND_S: Final = 5.0
+"""Until ZeroMQ has closed a listening socket, in a thread of its own; it takes about a millisecond."""
 ZAP_DOMAIN: Final = b"rollout-service"
+_FAILURES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 # --- one context per process -----------------------------------------------------------------------------------------
@@ -86,8 +97,10 @@ class ZmqRouter:
 
     def __init__(self, endpoint: str, keys: Keys | None, access: SocketAccess) -> None:
         self.counters: Counter[str] = Counter()
-        """Connections with `refused_keys`, and `failed_handshakes`: other or no encryption, or no ZeroMQ at all."""
-        self._keys = keys
+        """Connections with `refused_keys`, and `failed_handshakes`: other or no encryption, or no ZeroMQ at all. Times
+        that all connections were cut: `connection_floods`."""
+        make_room()
+        self._access = access
         self._context = zmq.Context() if keys is not None else _contexts.acquire()
         self._gate = None if keys is None else _Gate(self._context, keys, self.counters)
         self._socket = _socket(self._context, zmq.ROUTER)
@@ -95,26 +108,22 @@ class ZmqRouter:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects keeps its identity and its place
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        self._failures = _failed_handshakes(self._socket)
+        self._events = _monitor(self._context, self._socket, _FAILURES | zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED)
         self._wake = WakeUp()
         if keys is not None:
             keys.require("service")
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
             self._socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        before = os.umask(0o777 & ~access.socket_mode)  # the mode of an ipc socket's file
         try:
-            self._socket.bind(endpoint)
-            if endpoint.startswith(IPC):
-                access.give_to_group(Path(endpoint.removeprefix(IPC)))
-        except zmq.ZMQError as error:
+            self._listen(endpoint)
+        except ConfigError:
             self.close(0.0)
-            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; is another service using it?") from None
-        finally:
-            os.umask(before)
+            raise
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._events, zmq.POLLIN)
         self._poller.register(self._wake.descriptor, zmq.POLLIN)
         if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
@@ -124,14 +133,11 @@ class ZmqRouter:
 
     def receive(self, timeout_s: float, most: int) -> list[tuple[bytes, bytes]]:
         """A message of the wrong number of frames arrives as empty bytes, which decode to nothing."""
-        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
+        ready = self._wait(timeout_s)
         if self._wake.descriptor in ready:
             self._wake.clear()
         if self._gate is not None and self._gate.socket in ready:
             self._gate.judge()
-        for event in _drained(self._failures):
-            if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:  # the gate has counted those
-                self.counters["failed_handshakes"] += 1
         messages: list[tuple[bytes, bytes]] = []
         while self._socket in ready and len(messages) < most:
             try:
@@ -145,9 +151,53 @@ class ZmqRouter:
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart((peer, data), zmq.NOBLOCK)
 
+    def _wait(self, timeout_s: float) -> set[object]:
+        """What can be read; empty after timeout_s. Connections that come and go meanwhile are seen to here."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_ms = max(0, math.ceil((deadline - time.monotonic()) * 1000))
+            ready: set[object] = set(dict(self._poller.poll(left_ms)))
+            if self._events in ready:
+                ready.discard(self._events)
+                if zmq.EVENT_ACCEPTED in self._take_events() and running_short():
+                    self._cut_all()
+            if ready or not left_ms:
+                return ready
+
+    def _listen(self, endpoint: str) -> None:
+        """Raises ConfigError."""
+        before = os.umask(0o777 & ~self._access.socket_mode)  # the mode of an ipc socket's file
+        try:
+            self._socket.bind(endpoint)
+            if endpoint.startswith(IPC):
+                self._access.give_to_group(Path(endpoint.removeprefix(IPC)))
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; is another service using it?") from None
+        finally:
+            os.umask(before)
+
+    def _take_events(self) -> set[int]:
+        """What has happened to connections since; failed handshakes are counted."""
+        found = list(_drained(self._events))
+        # The gate has counted those that failed for their key.
+        self.counters["failed_handshakes"] += sum(
+            bool(event & _FAILURES) and event != zmq.EVENT_HANDSHAKE_FAILED_AUTH for event in found
+        )
+        return set(found)
+
+    def _cut_all(self) -> None:
+        """Ends every connection: ZeroMQ ends them with the socket that accepted them. Raises ConfigError."""
+        self.counters["connection_floods"] += 1
+        self._socket.unbind(self.endpoint)
+        deadline, closed = time.monotonic() + UNBIND_S, False
+        while not closed and time.monotonic() < deadline:  # an ipc socket's file is removed before that
+            self._events.poll(int(UNBIND_S * 1000))
+            closed = zmq.EVENT_CLOSED in self._take_events()
+        self._listen(self.endpoint)
+
     def close(self, flush_s: float) -> None:
         self._socket.disable_monitor()
-        self._failures.close(linger=0)
+        self._events.close(linger=0)
         self._socket.close(linger=int(flush_s * 1000))
         if self._gate is not None:
             self._gate.socket.close(linger=0)
@@ -163,8 +213,9 @@ class ZmqDealer:
     def __init__(self, endpoint: str, keys: Keys | None) -> None:
         if keys is not None:
             keys.require("client")
-        self._socket = _socket(_contexts.acquire(), zmq.DEALER)
-        self._failures = _failed_handshakes(self._socket)
+        context = _contexts.acquire()
+        self._socket = _socket(context, zmq.DEALER)
+        self._failures = _monitor(context, self._socket, _FAILURES)
         self._wake = WakeUp()
         self._refusal = ""
         self._has_keys = keys is not None
@@ -269,16 +320,23 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, UNREAD)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     return socket
 
 
-def _failed_handshakes(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Where ZeroMQ tells of connections that failed; what nobody reads there is dropped beyond a thousand."""
-    return socket.get_monitor_socket(
-        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
+def _monitor(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """Where ZeroMQ tells of a socket's connections. Without a limit: at one it would wait, and move no byte meanwhile.
+
+    Close it after `disable_monitor` of the socket.
+    """
+    address = f"inproc://events-of-{uuid.uuid4().hex}"
+    socket.monitor(address, events)
+    listener = context.socket(zmq.PAIR)
+    listener.setsockopt(zmq.LINGER, 0)
+    listener.setsockopt(zmq.RCVHWM, 0)
+    listener.connect(address)
+    return listener
 
 
 def _drained(monitor: zmq.Socket[bytes]) -> Iterator[int]:

@@ -26,11 +26,13 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_service.envs.bad_data import LARGEST_REWARD, Bad, BadData, complaint_about, reward_of
 from rollout_service.envs.make import Env, check_contract, make_env, spaces_from_gymnasium
 from rollout_service.envs.make_vector import VECTOR_KWARGS, VectorEnv, autoreset_of, make_vector_env
 from rollout_service.envs.protocol import EnvRows
 from rollout_service.envs.reading import ObservationField, observation_fields
 from rollout_service.envs.vectorized import VectorEnvBatch
+from rollout_service.errors import USER_ERRORS
 from rollout_service.memory.schema import OBSERVATIONS
 from rollout_service.runspec import AutoresetMode, Spaces, Vectorize
 
@@ -67,24 +69,30 @@ class EnvFacts:
 
 
 def check_env(
-    env: str, kwargs: Mapping[str, Any] | None = None, vectorize: Vectorize = Vectorize.NONE, num_envs: int = 1
+    env: str,
+    kwargs: Mapping[str, Any] | None = None,
+    vectorize: Vectorize = Vectorize.NONE,
+    num_envs: int = 1,
+    bad_data: BadData | None = None,
 ) -> EnvFacts:
     """Makes the env as an actor with `num_envs` of them will, tries it out and closes it.
 
-    Raises ConfigError, EnvFault or SpaceNotSupported, in one line, for what cannot be run.
+    bad_data: what the run will do about observations and rewards that no transition can hold; by default they are
+    refused, else they are warnings. Raises ConfigError, EnvFault or SpaceNotSupported, in one line, for what cannot be
+    run.
     """
-    arguments = dict(kwargs or {})
+    arguments, bad = dict(kwargs or {}), bad_data or BadData()
     match vectorize:
         case Vectorize.NONE:
-            return _check_single(env, arguments, AutoresetMode.ACTOR)
+            return _check_single(env, arguments, AutoresetMode.ACTOR, bad)
         case Vectorize.SYNC | Vectorize.ASYNC:
             # One env is enough: all are alike. What happens inside an episode is looked at without the vector env.
-            spaces, autoreset, _ = _check_vector(env, arguments, vectorize, 1, watch=False)
+            spaces, autoreset, _ = _check_vector(env, arguments, vectorize, 1, bad, watch=False)
             arguments.pop(VECTOR_KWARGS, None)
-            single = _check_single(env, arguments, autoreset)
+            single = _check_single(env, arguments, autoreset, bad)
             return EnvFacts(spaces, autoreset, single.warnings)
         case Vectorize.VECTOR_ENTRY_POINT | Vectorize.FACTORY | Vectorize.ENVPOOL:
-            return EnvFacts(*_check_vector(env, arguments, vectorize, num_envs, watch=True))
+            return EnvFacts(*_check_vector(env, arguments, vectorize, num_envs, bad, watch=True))
 
 
 def check_env_advances(
@@ -105,32 +113,48 @@ def check_env_advances(
     try:
         counters = _step_counters(watched)
         return _watch(watched, counters, name, steps, lambda: clock() > until) if counters else None
-    except Exception:
+    except USER_ERRORS:
         return None
 
 
-def _check_single(env: str, arguments: dict[str, Any], autoreset: AutoresetMode) -> EnvFacts:
+def _check_single(env: str, arguments: dict[str, Any], autoreset: AutoresetMode, bad: BadData) -> EnvFacts:
     made = make_env(env, arguments)
     try:
         spaces = spaces_from_gymnasium(made.observation_space, made.action_space)
-        check_contract(made, env)
+        first, result = check_contract(made, env)
+        _check_data(made, env, first[0], result[0], result[1], bad)
         warning = check_env_advances(made, env)
     finally:
         made.close()
-    return EnvFacts(spaces, autoreset, (warning,) if warning else ())
+    return EnvFacts(spaces, autoreset, _warnings(bad, warning))
+
+
+def _check_data(made: Env, env: str, first: Any, second: Any, reward: Any, bad: BadData) -> None:
+    """What a reset and a step have returned, with the checks of an actor."""
+    fields = observation_fields(made.observation_space)
+    for call, observation in (("reset(seed=0)", first), ("its first step", second)):
+        if (complaint := complaint_about(observation, fields, bad.obs_limit)) is not None:
+            bad.refuse(Bad.OBSERVATION, f"env {env!r}, {call}: {complaint}", "such episodes are dropped")
+    if (number := reward_of(reward)) is None or not -LARGEST_REWARD <= number <= LARGEST_REWARD:
+        story = f"env {env!r}, its first step: reward is {reward!r}, expected one finite number"
+        bad.refuse(Bad.REWARD, story, "such episodes are dropped")
+
+
+def _warnings(bad: BadData, *others: str | None) -> tuple[str, ...]:
+    return (*bad.take()[1], *(warning for warning in others if warning is not None))
 
 
 def _check_vector(
-    env: str, arguments: dict[str, Any], vectorize: Vectorize, num_envs: int, *, watch: bool
+    env: str, arguments: dict[str, Any], vectorize: Vectorize, num_envs: int, bad: BadData, *, watch: bool
 ) -> tuple[Spaces, AutoresetMode, tuple[str, ...]]:
     seeds = range(num_envs)
     made = make_vector_env(env, arguments, vectorize, num_envs, seeds)
     batch: VectorEnvBatch | None = None
     try:
-        batch = VectorEnvBatch(made, env_ids=range(num_envs), seeds=seeds, name=env)
+        batch = VectorEnvBatch(made, env_ids=range(num_envs), seeds=seeds, name=env, bad_data=bad)
         _try_out(batch, made)
         warning = check_env_advances(made, env) if watch else None
-        return batch.spaces, batch.autoreset, ((warning,) if warning else ())
+        return batch.spaces, batch.autoreset, _warnings(bad, warning)
     finally:
         (made if batch is None else batch).close()
 

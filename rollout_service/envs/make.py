@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import spaces as gym_spaces
 
 from rollout_service.envs import memory_tasks
-from rollout_service.errors import ConfigError, EnvFault, RolloutServiceError, SpaceNotSupported
+from rollout_service.errors import USER_ERRORS, ConfigError, EnvFault, RolloutServiceError, SpaceNotSupported
 from rollout_service.runspec import Leaf, SpaceKind, Spaces
 
 Env = gymnasium.Env[Any, Any]
@@ -93,7 +93,7 @@ def building(env: str, arguments: Mapping[str, Any]) -> Iterator[None]:
         raise ConfigError(
             f"env {env!r} cannot be made: {_one_line(error)} (an env of your own: module:Name-v0 or module:factory)"
         ) from error
-    except Exception as error:
+    except USER_ERRORS as error:
         raise EnvFault(f"env {env!r} with arguments {arguments} could not be built: {described(error)}") from error
 
 
@@ -104,23 +104,25 @@ def check_gymnasium() -> None:
         raise ConfigError(f"gymnasium {gymnasium.__version__} is installed; {SUPPORTED}; upgrade it")
 
 
-def check_contract(env: Env, name: str) -> None:
-    """Reset and step once, to refuse an env of another API before a run starts. The env is used up: close it.
+def check_contract(env: Env, name: str) -> tuple[Any, Any]:
+    """Reset and step once, to refuse an env of another API before a run starts. Returns what the two have returned.
 
-    Raises EnvFault: reset must return (observation, info), step (observation, reward, terminated, truncated, info).
+    The env is used up: close it. Raises EnvFault: reset must return (observation, info), step (observation, reward,
+    terminated, truncated, info).
     """
     try:
         first = env.reset(seed=0)
-    except Exception as error:
+    except USER_ERRORS as error:
         raise EnvFault(f"env {name!r}: reset(seed=0) raised {described(error)}") from error
     check_reset(first, name)
     env.action_space.seed(0)
     action = env.action_space.sample()
     try:
         result = env.step(action)
-    except Exception as error:
+    except USER_ERRORS as error:
         raise EnvFault(f"env {name!r}: step({action!r}) raised {described(error)}") from error
     check_step(result, name)
+    return first, result
 
 
 def check_reset(result: object, name: str) -> None:
@@ -192,7 +194,7 @@ def _import(module_name: str, env: str) -> object:
         raise ConfigError(
             f"env {env!r}: {_one_line(error)}; modules are found on sys.path and in the current directory"
         ) from error
-    except Exception as error:
+    except USER_ERRORS as error:
         raise EnvFault(f"env {env!r}: importing {module_name} raised {described(error)}") from error
 
 

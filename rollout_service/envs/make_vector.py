@@ -17,6 +17,7 @@ Leaves to others: stepping (vectorized.py).
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,9 @@ import gymnasium
 import numpy as np
 
 from rollout_service.envs import make
+from rollout_service.envs.bad_data import reward_of
 from rollout_service.envs.make import SUPPORTED, Env
+from rollout_service.envs.reading import Misfit, fitted, observation_fields
 from rollout_service.errors import ConfigError, EnvFault
 from rollout_service.runspec import AutoresetMode, Vectorize
 
@@ -59,7 +62,7 @@ def make_vector_env(
                 raise ConfigError("vectorize is none: there is no vector env to make")
             case Vectorize.SYNC | Vectorize.ASYNC:
                 options = _vector_options(arguments.pop(VECTOR_KWARGS, None), env)
-                singles = [partial(_single, env, arguments, seed) for seed in seeds]
+                singles = [partial(_single, env, arguments, seed, e) for e, seed in enumerate(seeds)]
                 made: object = _vectorized(vectorize, singles, options)
             case Vectorize.VECTOR_ENTRY_POINT:
                 if not make.is_id(module, name):
@@ -99,11 +102,14 @@ class AsSingle(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     A seeded reset seeds its spaces, and for envs that draw from them the global generators of Python and NumPy. The
     last observation of an episode is a copy: a vector env keeps it while it resets the env, which may reuse its array.
+    An observation that does not fit its space is an EnvFault: the vector env would cast it, or fail without a name. A
+    reward that is no number becomes NaN, for the actor to find.
     """
 
     def __init__(self, env: Env, name: str) -> None:
         super().__init__(env)
         self._name = name
+        self._fields = observation_fields(env.observation_space)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
@@ -113,16 +119,30 @@ class AsSingle(gymnasium.Wrapper[Any, Any, Any, Any]):
             self.env.observation_space.seed(seed)
         result = self.env.reset(seed=seed, options=options)
         make.check_reset(result, self._name)
-        return result
+        return self._fitted(result[0]), result[1]
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         result = self.env.step(action)
         if type(result) is not tuple or len(result) != 5:
             make.check_step(result, self._name)
         observation, reward, terminated, truncated, facts = result
+        if type(reward) is not float:
+            reward = math.nan if (number := reward_of(reward)) is None else number
+        observation = self._fitted(observation)
         if terminated or truncated:
             observation = copy.deepcopy(observation)
         return observation, reward, terminated, truncated, facts
+
+    def _fitted(self, observation: Any) -> Any:
+        """The observation; one that is a single array as its space has it. Raises EnvFault."""
+        for of in self._fields:
+            try:
+                value = fitted(of.pick(observation), of.leaf.shape, of)
+            except Misfit as misfit:
+                raise EnvFault(f"{self._name}: {misfit}") from None
+            if not of.keys:
+                return value
+        return observation
 
 
 class SeededWhenMade(gymnasium.vector.VectorWrapper[Any, Any, Any]):
@@ -151,10 +171,10 @@ def _pool(name: str, arguments: Mapping[str, Any], seeds: Sequence[int]) -> obje
     return SeededWhenMade(made) if isinstance(made, gymnasium.vector.VectorEnv) else made
 
 
-def _single(env: str, arguments: Mapping[str, Any], seed: int) -> Env:
+def _single(env: str, arguments: Mapping[str, Any], seed: int, e: int) -> Env:
     random.seed(seed)
     np.random.seed(seed)
-    return AsSingle(make.make_env(env, arguments), env)
+    return AsSingle(make.make_env(env, arguments), f"env {e} ({env})")
 
 
 def _vectorized(vectorize: Vectorize, singles: Sequence[Callable[[], Env]], options: Mapping[str, Any]) -> VectorEnv:
@@ -193,5 +213,5 @@ def _checked(made: object, env: str, num_envs: int) -> VectorEnv:
         raise EnvFault(f"env {env!r} was called with num_envs={num_envs} and made {made.num_envs} envs")
     bare = made.unwrapped
     if isinstance(bare, gymnasium.vector.SyncVectorEnv) and not all(isinstance(one, AsSingle) for one in bare.envs):
-        bare.envs = [AsSingle(one, env) for one in bare.envs]
+        bare.envs = [AsSingle(one, f"env {e} ({env})") for e, one in enumerate(bare.envs)]
     return made

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rollout_service.envs.bad_data import BadData
 from rollout_service.envs.make import make_env, spaces_from_gymnasium
 from rollout_service.envs.make_vector import make_vector_env
 from rollout_service.envs.protocol import EnvRows
@@ -28,15 +29,18 @@ def open_envs(
     env_ids: range,
     seeds: Sequence[int],
     actor_id: int | None = None,
+    bad_data: BadData | None = None,
 ) -> EnvRows:
-    """As many envs as there are env_ids, not reset yet; seeds: one per env.
+    """As many envs as there are env_ids, not reset yet; seeds: one per env. bad_data: by default an EnvFault each.
 
     Raises ConfigError, EnvFault or SpaceNotSupported if there is nothing to be had by that name.
     """
     if vectorize is not Vectorize.NONE:
         vector_env = make_vector_env(env, kwargs, vectorize, len(env_ids), seeds)
         try:
-            return VectorEnvBatch(vector_env, env_ids=env_ids, seeds=seeds, name=env, actor_id=actor_id)
+            return VectorEnvBatch(
+                vector_env, env_ids=env_ids, seeds=seeds, name=env, actor_id=actor_id, bad_data=bad_data
+            )
         except RolloutServiceError:
             vector_env.close()
             raise
@@ -47,4 +51,4 @@ def open_envs(
         np.random.seed(seed)
         singles.append(make_env(env, kwargs))
     spaces = spaces_from_gymnasium(singles[0].observation_space, singles[0].action_space)
-    return EnvBatch(singles, spaces, env_ids=env_ids, seeds=seeds, name=env, actor_id=actor_id)
+    return EnvBatch(singles, spaces, env_ids=env_ids, seeds=seeds, name=env, actor_id=actor_id, bad_data=bad_data)

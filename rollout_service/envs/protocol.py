@@ -11,6 +11,9 @@ actions both give the same valid rows.
     NEXT_STEP   a filler: its action is ignored, its          the filler's own observation (`deferred_envs`)
                 reward 0, `valid` False
 
+An env that returns bad data, in a run that drops their episode, is reset at once under ACTOR and DISABLED. Under the
+other two nobody can reset it: its rows are not valid until its own episode ends. What was bad reads as zeros.
+
 Writers: the classes. Readers: the actor's loop, evaluation. Leaves to others: values of final observations.
 """
 
@@ -23,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_service.envs.bad_data import BadData
 from rollout_service.runspec import AutoresetMode, Spaces
 
 Array = NDArray[Any]
@@ -67,13 +71,13 @@ class StepOutcome:
     truncated: NDArray[np.bool_]
     """[E]"""
     valid: NDArray[np.bool_]
-    """[E]: False on filler rows, whose action no env saw."""
+    """[E]: False on filler rows, whose action no env saw, and on rows of a dropped episode."""
     final_observations: dict[str, Array]
     """[E, *shape] per observation field; a row is meaningful only for the envs in `truncated_envs`."""
     ended_envs: list[int] = field(default_factory=list)
     """Rows whose episode ended in this step, ascending."""
     starting_envs: list[int] = field(default_factory=list)
-    """Rows whose next observation begins an episode: their next valid row starts from zero state."""
+    """Rows whose next valid row begins an episode and starts from zero state."""
     truncated_envs: list[int] = field(default_factory=list)
     """Rows truncated and not terminated that need V(final observation), which is in `final_observations`."""
     deferred_envs: list[int] = field(default_factory=list)
@@ -82,6 +86,10 @@ class StepOutcome:
     """Such rows without a final observation: there is nothing to take the value of."""
     episodes: list[FinishedEpisode] = field(default_factory=list)
     """Episodes that ended in this step, in the order of `ended_envs`."""
+    dropped_envs: list[int] = field(default_factory=list)
+    """Rows whose episode, this step included, is dropped for bad data: nobody may train on any row of it."""
+    lost_steps: int = 0
+    """Real transitions of this step that are not valid, since their episode is dropped."""
 
     @classmethod
     def of(cls, num_envs: int, fields: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> StepOutcome:
@@ -99,6 +107,7 @@ class EnvRows(Protocol):
     """E envs as rows of [E, *] arrays."""
 
     pulse: Pulse
+    bad_data: BadData
 
     @property
     def fillers(self) -> Sequence[int]:
@@ -133,7 +142,7 @@ class EnvRows(Protocol):
         """One step of every env. actions [E, *]; observations that follow into `out`, [E, *shape] per field.
 
         hurried: True lets the envs leave resets to `reset_owed`, which has to come before the next step.
-        Raises EnvFault for whatever a transition cannot hold.
+        Raises EnvFault for a broken env, and for data that no transition can hold unless the run drops their episode.
         """
         ...
 

@@ -6,8 +6,9 @@ else into one StepOutcome that is reused: what it holds is valid until the next 
 An env whose episode ends is reset within the same step, after all envs have made theirs: the row then holds the first
 observation of the next episode, and for a truncation the final observation is kept in the outcome. A step in a hurry
 leaves resets for later (`reset_owed`), and zeros in these rows. Observations are copied before any further call of
-their env, which may return one array for ever. Whatever a transition cannot hold (an exception, a NaN, a reward of two
-numbers, an observation that does not fit its space) is an EnvFault that names env, step and last action.
+their env, which may return one array for ever. A broken env (an exception, a step of four values) is an EnvFault that
+names env, step and last action. So are bad data (a NaN, a reward of two numbers, an observation that does not fit its
+space), unless the run drops their episode: the env is then reset like one that has ended, without a record of it.
 
 Never: allocation of arrays, IO or logging per step. Leaves to others: values of final observations (the actor).
 """
@@ -20,15 +21,14 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from rollout_service.envs.bad_data import LARGEST_REWARD, RESETS_TRIED, Bad, BadData, Ranges, reward_of
 from rollout_service.envs.make import Env, check_reset, check_step, spaces_from_gymnasium
 from rollout_service.envs.protocol import Array, FinishedEpisode, Pulse, Silent, StepOutcome
-from rollout_service.envs.reading import Misfit, all_finite, fitted, observation_fields, short, success_of
-from rollout_service.errors import EnvFault, OutOfOrder, SpaceNotSupported
+from rollout_service.envs.reading import Misfit, fitted, observation_fields, short, success_of
+from rollout_service.errors import USER_ERRORS, EnvFault, OutOfOrder, SpaceNotSupported
 from rollout_service.runspec import AutoresetMode, Spaces
 
 __all__ = ["EnvBatch", "FinishedEpisode", "Pulse", "Silent", "StepOutcome"]
-
-_LARGEST_REWARD: Final = float(np.finfo(np.float32).max)
 
 
 class EnvBatch:
@@ -48,12 +48,14 @@ class EnvBatch:
         name: str = "",
         actor_id: int | None = None,
         pulse: Pulse | None = None,
+        bad_data: BadData | None = None,
     ) -> None:
         for env in envs:
             found = spaces_from_gymnasium(env.observation_space, env.action_space)
             if found != spaces:
                 raise SpaceNotSupported(f"env {name!r} has the spaces {found}, the run has {spaces}; start all alike")
         self.pulse: Pulse = pulse or Silent()
+        self.bad_data: BadData = bad_data or BadData()
         self.spaces = spaces
         self.autoreset: Final = AutoresetMode.ACTOR
         self.fillers: Final[Sequence[int]] = ()
@@ -68,13 +70,12 @@ class EnvBatch:
         lone = fields[0] if len(fields) == 1 and not fields[0].keys and fields[0].leaf.size is None else None
         self._plain = (lone.name, lone.dtype, lone.leaf.shape) if lone else ("", None, ())
         """Field, dtype and shape of an observation that is one array and may be copied as it is."""
-        self._float_fields = [of.name for of in fields if of.dtype.kind == "f"]
+        self._ranges = Ranges(fields, self.bad_data.obs_limit)
         count = len(envs)
         self._outcome = StepOutcome.of(count, {of.name: (of.leaf.shape, of.dtype) for of in fields})
-        self._outcome.starting_envs = self._outcome.ended_envs  # one list: what ended begins anew at once
         self._total_rewards = [0.0] * count
         self._owed: list[int] = []
-        """Rows whose episode has ended and whose reset is still to come."""
+        """Rows whose episode has ended, or was dropped, and whose reset is still to come."""
         self._clock = 0
         self._started = [0] * count
 
@@ -102,15 +103,15 @@ class EnvBatch:
                 env.observation_space.seed(seed)
             self._reset(e, out, seed)
         self._seeds = None
-        self._check_finite(out, range(len(self._envs)), None)
+        self._look_at(out, range(len(self)), None)
 
     def reset_owed(self, out: Mapping[str, Array]) -> None:
         """Make up for the resets that a hurried step left out; first observations into their rows of `out`."""
         rows = tuple(self._owed)
         while self._owed:
-            self._reset(self._owed.pop(0), out, None)
+            self._reset(self._owed.pop(0), out)
         if rows:
-            self._check_finite(out, rows, None)
+            self._look_at(out, rows, None)
 
     def step(
         self, actions: Array, out: Mapping[str, Array], hurried: Callable[[], bool] | None = None, /
@@ -125,10 +126,8 @@ class EnvBatch:
             )
         outcome = self._outcome
         rewards, totals, store, pulse = outcome.rewards, self._total_rewards, self._store, self.pulse
-        if outcome.ended_envs:
-            outcome.ended_envs = outcome.starting_envs = []
-            outcome.truncated_envs, outcome.episodes = [], []
-            outcome.terminated[:] = outcome.truncated[:] = False
+        if outcome.starting_envs:
+            self._clear()
         self._clock += 1
         progress = pulse.progress + 1
         # The usual case, one array of the right kind, is looked at here: a call per env would take as long again.
@@ -138,16 +137,14 @@ class EnvBatch:
         for e, (step, action) in enumerate(zip(self._steps, actions, strict=True)):
             try:
                 result = step(action)
-            except Exception as error:
+            except USER_ERRORS as error:
                 self._raised("step", e, error, action)
             try:
                 observation, reward, terminated, truncated, _ = result
             except (TypeError, ValueError):
                 self._refuse_step(e, result, action)
-            if type(reward) is not float:
-                reward = self._scalar(e, "reward", reward, action)
-            if not -_LARGEST_REWARD <= reward <= _LARGEST_REWARD:
-                raise EnvFault(f"{self._where(e, action)}: reward is {reward}, which is not a finite float32")
+            if type(reward) is not float or not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
+                reward = self._plain_reward(e, reward, action)
             if type(terminated) is not bool:
                 terminated = self._flag(e, "terminated", terminated, action)
             if type(truncated) is not bool:
@@ -155,8 +152,7 @@ class EnvBatch:
             rewards[e] = reward
             totals[e] += reward
             if terminated or truncated:
-                outcome.terminated[e], outcome.truncated[e] = terminated, truncated
-                self._end(e, result, terminated, action)
+                self._end(e, result, terminated, truncated, action)
             elif (
                 rows is not None
                 and type(observation) is np.ndarray
@@ -164,17 +160,12 @@ class EnvBatch:
                 and observation.shape == shape
             ):
                 rows[e] = observation
-            else:
-                store(e, out, observation, action)
+            elif (misfit := store(e, out, observation)) is not None:
+                self._drop(e, Bad.OBSERVATION, misfit, action)
             pulse.progress = progress + e
-        if outcome.ended_envs:
-            self._owed = outcome.ended_envs.copy()
-            while self._owed and not (hurried is not None and hurried()):
-                self._reset(self._owed.pop(0), out, None)
-            if self._owed:
-                for rows in out.values():
-                    rows[self._owed] = 0
-        self._check_finite(out, range(len(self)), actions)
+        if outcome.ended_envs or outcome.dropped_envs:
+            self._begin_anew(outcome.ended_envs + outcome.dropped_envs, out, hurried)
+        self._look_at(out, outcome.starting_envs, actions, hurried)
         return outcome
 
     def close(self) -> None:
@@ -184,14 +175,28 @@ class EnvBatch:
 
     # ------------------------------------------------------------------------------------------- episode boundaries
 
-    def _end(self, e: int, result: Any, terminated: bool, action: Any) -> None:
-        """Record the episode, keep the final observation of a truncation."""
+    def _clear(self) -> None:
+        outcome = self._outcome
+        outcome.ended_envs, outcome.starting_envs, outcome.truncated_envs, outcome.episodes = [], [], [], []
+        outcome.terminated[:] = outcome.truncated[:] = False
+        if outcome.dropped_envs:
+            outcome.valid[:] = True
+            outcome.dropped_envs, outcome.lost_steps = [], 0
+
+    def _end(self, e: int, result: Any, terminated: bool, truncated: bool, action: Any) -> None:
+        """Record the episode, keep the final observation of a truncation. A dropped episode leaves no record."""
         outcome = self._outcome
         observation, info = result[0], result[4]
+        if not terminated:
+            finals = outcome.final_observations
+            bad = self._store(e, finals, observation) or self._ranges.complaint(finals, e)
+            if bad is not None:
+                self._drop(e, Bad.OBSERVATION, bad, action)
+        if e in outcome.dropped_envs:
+            return
+        outcome.terminated[e], outcome.truncated[e] = terminated, truncated
         outcome.ended_envs.append(e)
         if not terminated:
-            self._store(e, outcome.final_observations, observation, action)
-            self._check_finite(outcome.final_observations, (e,), None)
             outcome.truncated_envs.append(e)
         outcome.episodes.append(
             FinishedEpisode(
@@ -202,40 +207,106 @@ class EnvBatch:
                 truncated=not terminated,
             )
         )
+        self.bad_data.kept((e,))
 
-    def _reset(self, e: int, out: Mapping[str, Array], seed: int | None) -> None:
+    def _begin_anew(self, envs: list[int], out: Mapping[str, Array], hurried: Callable[[], bool] | None) -> None:
+        """Reset envs, or owe them the reset."""
+        self._outcome.starting_envs += envs
+        self._owed += envs
+        while self._owed and not (hurried is not None and hurried()):
+            self._reset(self._owed.pop(0), out)
+        if self._owed:
+            for rows in out.values():
+                rows[self._owed] = 0
+
+    def _reset(self, e: int, out: Mapping[str, Array], seed: int | None = None) -> None:
+        """Begin an episode; `_look_at` is to follow."""
+        if (bad := self._try_reset(e, out, seed)) is not None:
+            self._reset_again(e, out, bad)
+
+    def _try_reset(self, e: int, out: Mapping[str, Array], seed: int | None) -> str | None:
+        """Begin an episode. Returns why its observation does not fit, if it does not."""
         phase = self.pulse.phase
         self.pulse.phase = "env.reset"
         try:
             result = self._envs[e].reset(seed=seed) if seed is not None else self._envs[e].reset()
-        except Exception as error:
+        except USER_ERRORS as error:
             self._raised("reset", e, error, None)
         check_reset(result, self._who(e))
         self._total_rewards[e] = 0.0
         self._started[e] = self._clock
-        self._store(e, out, result[0], None)
+        misfit = self._store(e, out, result[0])
         self.pulse.progress += 1
         self.pulse.phase = phase
+        return misfit
+
+    # ------------------------------------------------------------------------------------------------------ bad data
+
+    def _drop(self, e: int, what: Bad, complaint: str, action: Any) -> None:
+        """Env e returned something bad: its episode is dropped. Raises EnvFault where that is not wanted."""
+        outcome = self._outcome
+        self.bad_data.refuse(what, f"{self._where(e, action)}: {complaint}")
+        if e in outcome.dropped_envs:
+            return
+        self.bad_data.drop(e, self._who(e))
+        outcome.dropped_envs.append(e)
+        outcome.valid[e] = False
+        outcome.lost_steps += 1
+
+    def _look_at(
+        self,
+        out: Mapping[str, Array],
+        fresh: Sequence[int],
+        actions: Array | None,
+        hurried: Callable[[], bool] | None = None,
+    ) -> None:
+        """Make good what is out of range in `out`: a fresh episode begins again, any other one is dropped."""
+        if self._ranges.hold(out):
+            return
+        for e in range(len(self)):
+            bad = self._ranges.complaint(out, e)
+            if bad is not None and e not in fresh and actions is not None:
+                self._drop(e, Bad.OBSERVATION, bad, actions[e])
+                self._begin_anew([e], out, hurried)
+                bad = self._ranges.complaint(out, e)
+            if bad is not None:
+                self._reset_again(e, out, bad)
+
+    def _reset_again(self, e: int, out: Mapping[str, Array], bad: str | None) -> None:
+        """The episode of env e began with bad data. Raises EnvFault if it does so again, or is not to be dropped."""
+        tried = 1
+        while bad is not None:
+            story = f"{self._where(e, None)}: {bad}"
+            if tried == RESETS_TRIED:
+                raise EnvFault(f"{story}; so began {RESETS_TRIED} episodes in a row")
+            self.bad_data.refuse(Bad.OBSERVATION, story, "the env is reset again")
+            bad = self._try_reset(e, out, None) or self._ranges.complaint(out, e)
+            tried += 1
 
     # ------------------------------------------------------------------------------- what the envs return, into rows
 
-    def _store(self, e: int, out: Mapping[str, Array], observation: Any, action: Any) -> None:
-        """Copy one observation into row e of its fields."""
+    def _store(self, e: int, out: Mapping[str, Array], observation: Any) -> str | None:
+        """Copy one observation into row e of its fields. Returns why it does not fit, if it does not."""
         for name, keys, shape, dtype, of in self._leaves:
             try:
                 value = of.pick(observation) if keys else observation
                 if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
                     value = fitted(value, shape, of)
             except Misfit as misfit:
-                raise EnvFault(f"{self._where(e, action)}: {misfit}") from None
+                return str(misfit)
             out[name][e] = value
+        return None
 
-    def _scalar(self, e: int, what: str, value: Any, action: Any) -> float:
-        """A reward as a float: any real number, or an array of one."""
-        given = np.asarray(value)
-        if given.size != 1 or given.dtype.kind not in "fiub":
-            raise EnvFault(f"{self._where(e, action)}: {what} is {value!r}, expected one number")
-        return float(given.reshape(())[()])
+    def _plain_reward(self, e: int, value: Any, action: Any) -> float:
+        """A reward that is no finite float yet: its number, or 0 where it has none and the episode is dropped."""
+        reward = reward_of(value)
+        if reward is None:
+            self._drop(e, Bad.REWARD, f"reward is {value!r}, expected one number", action)
+        elif not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
+            self._drop(e, Bad.REWARD, f"reward is {reward}, which is not a finite float32", action)
+        else:
+            return reward
+        return 0.0
 
     def _flag(self, e: int, what: str, value: Any, action: Any) -> bool:
         """A flag as a bool: a bool, 0 or 1, or an array of one of them."""
@@ -244,20 +315,9 @@ class EnvBatch:
             raise EnvFault(f"{self._where(e, action)}: {what} is {value!r}, expected True or False")
         return bool(given.reshape(())[()])
 
-    def _check_finite(self, out: Mapping[str, Array], rows: Sequence[int], actions: Array | None) -> None:
-        """Raise EnvFault if an observation holds NaN or an infinity. One sum over all rows says that none does."""
-        for name in self._float_fields:
-            values = out[name]
-            if all_finite(values):
-                continue
-            for e in rows:
-                if not np.isfinite(values[e]).all():
-                    action = None if actions is None else actions[e]
-                    raise EnvFault(f"{self._where(e, action)}: {name} is not finite: {short(values[e])}")
-
     # --------------------------------------------------------------------------------------------------------- errors
 
-    def _raised(self, call: str, e: int, error: Exception, action: Any) -> NoReturn:
+    def _raised(self, call: str, e: int, error: BaseException, action: Any) -> NoReturn:
         raise EnvFault(
             f"{self._where(e, action)}: {call} raised {type(error).__name__}: {short(error, 500)}"
         ) from error

@@ -15,6 +15,11 @@ Seeds: a vector env gets a list with one seed per env, so that an env's episodes
 One that takes no list (gymnasium's own vector entry points) gets the first env's seed as its only one; then the split
 of envs over actors matters. Statistics of episodes come from real transitions only.
 
+Bad data of one env (NaN, beyond the limit, a number its dtype cannot hold) are an EnvFault, unless the run drops their
+episode. Then DISABLED resets that env with the ended ones. In the other modes nobody can: its rows are not valid until
+its own episode ends, and what it returns meanwhile is not looked at. Arrays of a wrong shape or kind are no env's own:
+EnvFault always.
+
 Never: a loop over all envs, or IO, per step. Leaves to others: values of final observations (the actor).
 """
 
@@ -24,33 +29,29 @@ import contextlib
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_service.envs.bad_data import RESETS_TRIED, Bad, BadData, Ranges
+from rollout_service.envs.batched import (
+    FINAL_KEYS,
+    Complaints,
+    Rows,
+    final_observation,
+    flags_into,
+    observations_into,
+    rewards_into,
+    successes,
+)
 from rollout_service.envs.make import SUPPORTED, spaces_from_gymnasium
 from rollout_service.envs.make_vector import VectorEnv, autoreset_of
 from rollout_service.envs.protocol import Array, FinishedEpisode, Pulse, Silent, StepOutcome
-from rollout_service.envs.reading import (
-    SUCCESS_KEYS,
-    Misfit,
-    all_finite,
-    fitted,
-    observation_fields,
-    short,
-    success_of,
-)
-from rollout_service.errors import EnvFault
+from rollout_service.envs.reading import Misfit, fitted, observation_fields, short
+from rollout_service.errors import USER_ERRORS, EnvFault
 from rollout_service.runspec import AutoresetMode
-
-Rows = NDArray[np.intp]
-
-FINAL_KEYS: Final = ("final_obs", "final_observation")
-"""Where a vector env that resets in the same step puts final observations; `_` + key is the mask of its rows."""
-FINAL_INFO: Final = "final_info"
-"""And the infos that came with them."""
 
 
 class VectorEnvBatch:
@@ -69,9 +70,11 @@ class VectorEnvBatch:
         name: str = "",
         actor_id: int | None = None,
         pulse: Pulse | None = None,
+        bad_data: BadData | None = None,
     ) -> None:
         count = envs.num_envs
         self.pulse: Pulse = pulse or Silent()
+        self.bad_data: BadData = bad_data or BadData()
         self.env_ids = env_ids
         self.fillers: list[int] = []
         self._filler_rows: Rows | None = None
@@ -82,13 +85,13 @@ class VectorEnvBatch:
         self._seeds: tuple[int, ...] | None = tuple(seeds)
         self._name = name
         self._actor_id = actor_id
-        self._fields = [(of, (count, *of.leaf.shape)) for of in observation_fields(envs.single_observation_space)]
-        self._float_fields = [of.name for of, _ in self._fields if of.dtype.kind == "f"]
-        self._outcome = StepOutcome.of(count, {of.name: (of.leaf.shape, of.dtype) for of, _ in self._fields})
+        self._fields = observation_fields(envs.single_observation_space)
+        self._ranges = Ranges(self._fields, self.bad_data.obs_limit)
+        self._outcome = StepOutcome.of(count, {of.name: (of.leaf.shape, of.dtype) for of in self._fields})
         self._untouched = True
         self._ended = np.zeros(count, np.bool_)
-        self._awaited: list[int] = []
-        """Fillers whose observation is a final one that is needed."""
+        self._lost: list[int] = []
+        """Rows whose episode is dropped and still running."""
         self._total_rewards = np.zeros(count, np.float64)
         self._clock = 0
         self._started = np.zeros(count, np.int64)
@@ -102,18 +105,19 @@ class VectorEnvBatch:
         self._seeds = tuple(seeds)
 
     def reset_all(self, out: Mapping[str, Array]) -> None:
-        """Start a new episode in every env; first observations into `out`, [E, *shape] per field."""
+        """Start a new episode in every env; first observations into `out`, [E, *shape] per field.
+
+        If episodes that begin with bad data are to be dropped, a few times more, without a seed.
+        """
         phase, self.pulse.phase = self.pulse.phase, "env.reset"
         seeds, self._seeds = self._seeds, None
-        try:
-            result = self._envs.reset() if seeds is None else self._reset_with(seeds)
-        except Exception as error:
-            self._raised("reset", error, None)
-        self._store(out, self._observations_of_reset(result), None)
-        self.fillers, self._filler_rows, self._awaited = [], None, []
+        self.fillers, self._filler_rows, self._lost = [], None, []
         self._total_rewards[:] = 0.0
         self._started[:] = self._clock
-        self._check_finite(out, range(len(self)), None)
+        tries = 1
+        while bad := self._take_reset(out, self._first_reset(seeds)):
+            self._refuse_reset(bad, tries)
+            tries, seeds = tries + 1, None
         self.pulse.progress += len(self)
         self.pulse.phase = phase
 
@@ -130,7 +134,7 @@ class VectorEnvBatch:
         self._clock += 1
         try:
             result = self._envs.step(actions.copy())
-        except Exception as error:
+        except USER_ERRORS as error:
             self._raised("step", error, actions)
         if not isinstance(result, tuple) or len(result) != 5:
             raise EnvFault(
@@ -138,16 +142,25 @@ class VectorEnvBatch:
                 f"(observations, rewards, terminated, truncated, infos; {SUPPORTED})"
             )
         observations, rewards, terminated, truncated, infos = result
-        self._store(out, observations, actions)
-        self._take_rewards(rewards, actions)
-        self._take_flags("terminated", outcome.terminated, terminated, actions)
-        self._take_flags("truncated", outcome.truncated, truncated, actions)
+        try:
+            unfit = observations_into(out, observations, self._fields, self._ranges)
+            given, unpaid = rewards_into(outcome.rewards, rewards, fillers)
+            flags_into(outcome.terminated, "terminated", terminated)
+            flags_into(outcome.truncated, "truncated", truncated)
+        except Misfit as misfit:
+            raise EnvFault(f"{self._where(actions)}: {misfit}") from None
+        self._total_rewards += given
         if fillers is not None:
             self._fill_in(fillers, actions)
         np.logical_or(outcome.terminated, outcome.truncated, out=self._ended)
+        lost = self._lost
+        if unfit or unpaid or lost:
+            self._leave_out(unfit, unpaid, fillers, actions)
         if np.count_nonzero(self._ended):
             self._end(out, infos, actions)
-        self._check_finite(out, range(len(self)), actions)
+        if lost or outcome.dropped_envs:
+            outcome.starting_envs = sorted({*outcome.starting_envs, *lost, *outcome.dropped_envs})
+            outcome.lost_steps = len(lost) + len(outcome.dropped_envs)
         self.pulse.progress += len(self)
         return outcome
 
@@ -171,6 +184,7 @@ class VectorEnvBatch:
         outcome = self._outcome
         outcome.ended_envs, outcome.starting_envs, outcome.episodes = [], [], []
         outcome.truncated_envs, outcome.deferred_envs, outcome.blind_envs = [], [], []
+        outcome.dropped_envs, outcome.lost_steps = [], 0
         outcome.valid[:] = True
         self._untouched = True
 
@@ -189,72 +203,82 @@ class VectorEnvBatch:
         self._started[rows] = self._clock
         self._total_rewards[rows] = 0.0
         self._untouched = False
-        self.fillers, self._filler_rows, self._awaited = [], None, []
+        self.fillers, self._filler_rows = [], None
 
     def _end(self, out: Mapping[str, Array], infos: Any, actions: Array) -> None:
-        """Record the episodes, find their final observations, and start the next ones where the mode asks for it."""
+        """Record the episodes, find their final observations, and start the next ones where the mode asks for it.
+
+        Dropped episodes are over too, and their flags are no longer in the outcome: they leave no record.
+        """
         outcome = self._outcome
-        rows = np.flatnonzero(self._ended)
-        envs = rows.tolist()
-        terminated = outcome.terminated[rows].tolist()
-        cut = [e for e, over in zip(envs, terminated, strict=True) if not over]
-        outcome.ended_envs = envs
-        outcome.episodes = [
-            FinishedEpisode(self.env_ids[e], total, length, success, not over)
-            for e, total, length, success, over in zip(
-                envs,
-                self._total_rewards[rows].tolist(),
-                (self._clock - self._started[rows]).tolist(),
-                _successes(infos, envs),
-                terminated,
-                strict=True,
-            )
-        ]
         self._untouched = False
+        over = np.flatnonzero(self._ended)
+        cut = np.flatnonzero(outcome.truncated & ~outcome.terminated).tolist()
         match self.autoreset:
             case AutoresetMode.NEXT_STEP:
-                self.fillers, self._filler_rows = envs, rows
-                self._awaited = outcome.deferred_envs = cut
-                return
+                self.fillers, self._filler_rows = over.tolist(), over
+                outcome.deferred_envs = cut
             case AutoresetMode.SAME_STEP:
-                outcome.starting_envs = envs
+                outcome.starting_envs = over.tolist()
                 self._take_final_observations(cut, infos, actions)
             case AutoresetMode.DISABLED:
-                outcome.starting_envs = envs
+                outcome.starting_envs = over.tolist()
                 outcome.truncated_envs = cut
                 for name, finals in outcome.final_observations.items():
                     finals[cut] = out[name][cut]
-                self._reset_ended(out, rows, actions)
             case AutoresetMode.ACTOR:
                 raise EnvFault(f"{self._who()}: autoreset actor is not a mode of vector envs")
-        if outcome.truncated_envs:
-            self._check_finite(outcome.final_observations, outcome.truncated_envs, actions)
-        self._started[rows] = self._clock
-        self._total_rewards[rows] = 0.0
+        self._record(infos)
+        if self.autoreset is AutoresetMode.DISABLED:
+            self._reset_ended(out, over, actions)
+        if self.autoreset is not AutoresetMode.NEXT_STEP:
+            self._started[over] = self._clock
+            self._total_rewards[over] = 0.0
+
+    def _record(self, infos: Any) -> None:
+        """The episodes that ended in this step."""
+        outcome = self._outcome
+        rows = np.flatnonzero(outcome.terminated | outcome.truncated)
+        outcome.ended_envs = envs = rows.tolist()
+        outcome.episodes = [
+            FinishedEpisode(self.env_ids[e], total, length, success, not terminated)
+            for e, total, length, success, terminated in zip(
+                envs,
+                self._total_rewards[rows].tolist(),
+                (self._clock - self._started[rows]).tolist(),
+                successes(infos, envs),
+                outcome.terminated[rows].tolist(),
+                strict=True,
+            )
+        ]
+        self.bad_data.kept(envs)
 
     def _reset_ended(self, out: Mapping[str, Array], rows: Rows, actions: Array) -> None:
         phase, self.pulse.phase = self.pulse.phase, "env.reset"
+        mask, tries = self._ended, 1
+        while bad := self._take_reset(out, self._masked_reset(mask, actions), actions, rows):
+            self._refuse_reset(bad, tries)
+            rows, tries = np.array(sorted(bad)), tries + 1
+            mask = np.isin(np.arange(len(self)), rows)
+        self.pulse.phase = phase
+
+    def _masked_reset(self, mask: NDArray[np.bool_], actions: Array) -> Any:
         try:
             # The mask and the dict are given away: vector envs take the mask out of the dict.
-            result = self._envs.reset(options={"reset_mask": self._ended.copy()})
-        except Exception as error:
+            return self._envs.reset(options={"reset_mask": mask.copy()})
+        except USER_ERRORS as error:
             self._raised("reset with a reset_mask", error, actions)
-        self._store(out, self._observations_of_reset(result), actions, rows)
-        self.pulse.phase = phase
 
     def _take_final_observations(self, rows: list[int], infos: Any, actions: Array) -> None:
         outcome = self._outcome
         for e in rows:
-            final = _final_observation(infos, e)
+            final = final_observation(infos, e)
             if final is None:
                 outcome.blind_envs.append(e)
-                continue
-            for of, shape in self._fields:
-                try:
-                    outcome.final_observations[of.name][e] = fitted(of.pick(final), shape[1:], of)
-                except Misfit as misfit:
-                    raise EnvFault(f"{self._where(actions, e)}: final observation: {misfit}") from None
-            outcome.truncated_envs.append(e)
+            elif (bad := self._final(e, final)) is not None:
+                self._drop(e, Bad.OBSERVATION, f"final observation: {bad}", actions)
+            else:
+                outcome.truncated_envs.append(e)
         if outcome.blind_envs and not self._warned:
             self._warned = True
             warnings.warn(
@@ -264,7 +288,70 @@ class VectorEnvBatch:
                 stacklevel=2,
             )
 
+    def _final(self, e: int, final: Any) -> str | None:
+        """Keep a final observation. Returns what is wrong with it, if anything."""
+        finals = self._outcome.final_observations
+        try:
+            for of in self._fields:
+                finals[of.name][e] = fitted(of.pick(final), of.leaf.shape, of)
+        except Misfit as misfit:
+            return str(misfit)
+        return self._ranges.complaint(finals, e)
+
+    # ------------------------------------------------------------------------------------------------------ bad data
+
+    def _leave_out(self, unfit: Complaints, unpaid: Complaints, begun: Rows | None, actions: Array) -> None:
+        """Take rows of dropped episodes out of this step. Raises EnvFault where none is to be dropped.
+
+        unfit, unpaid: rows whose observation or reward is bad; begun: rows that this step has reset.
+        """
+        outcome, lost = self._outcome, self._lost
+        ended, first = self._ended, set() if begun is None else set(begun.tolist())
+        if self.autoreset is AutoresetMode.SAME_STEP:
+            first.update(np.flatnonzero(ended).tolist())
+        self._untouched = False
+        running = [e for e in lost if not ended[e]]
+        outcome.valid[lost] = outcome.terminated[lost] = outcome.truncated[lost] = False
+        for e, complaint in unpaid.items():
+            if e not in lost:
+                self._drop(e, Bad.REWARD, complaint, actions)
+        for e, complaint in unfit.items():
+            if e in first:
+                self.bad_data.refuse(Bad.OBSERVATION, f"{self._who(e)}, a new episode: {complaint}")
+                self.bad_data.drop(e, self._who(e))
+                running.append(e)
+            elif e not in lost and not outcome.terminated[e]:  # nobody needs what follows a terminated row
+                self._drop(e, Bad.OBSERVATION, complaint, actions)
+        if self.autoreset is AutoresetMode.DISABLED:
+            ended[outcome.dropped_envs] = True
+        else:
+            running += [e for e in outcome.dropped_envs if not ended[e]]
+        self._lost = running
+
+    def _drop(self, e: int, what: Bad, complaint: str, actions: Array) -> None:
+        """Env e returned something bad: the episode of this step is dropped. Raises EnvFault if it is not to be."""
+        outcome = self._outcome
+        self.bad_data.refuse(what, f"{self._where(actions, e)}: {complaint}")
+        if e not in outcome.dropped_envs:
+            self.bad_data.drop(e, self._who(e))
+            outcome.dropped_envs.append(e)
+            outcome.valid[e] = outcome.terminated[e] = outcome.truncated[e] = False
+
+    def _refuse_reset(self, bad: Complaints, tries: int) -> None:
+        """These rows began an episode with a bad observation. Raises EnvFault if that has to be the last try."""
+        for e, complaint in bad.items():
+            story = f"{self._who(e)}, reset: {complaint}"
+            if tries == RESETS_TRIED:
+                raise EnvFault(f"{story}; so began {RESETS_TRIED} resets in a row")
+            self.bad_data.refuse(Bad.OBSERVATION, story, "the env is reset again")
+
     # ---------------------------------------------------------------------------------------------------------- seeds
+
+    def _first_reset(self, seeds: tuple[int, ...] | None) -> Any:
+        try:
+            return self._envs.reset() if seeds is None else self._reset_with(seeds)
+        except USER_ERRORS as error:
+            self._raised("reset", error, None)
 
     def _reset_with(self, seeds: tuple[int, ...]) -> Any:
         random.seed(seeds[0])
@@ -278,71 +365,22 @@ class VectorEnvBatch:
             return reset(seed=list(seeds))
         return reset(seed=seeds[0])
 
-    # ---------------------------------------------------------------------- what the vector env returns, into rows
-
-    def _observations_of_reset(self, result: Any) -> Any:
+    def _take_reset(
+        self, out: Mapping[str, Array], result: Any, actions: Array | None = None, rows: Rows | None = None
+    ) -> Complaints:
+        """First observations into `out`, of all rows or some. Returns those that are bad."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise EnvFault(
                 f"{self._who()}: reset returned {short(result)}, expected 2 values (observations, infos; {SUPPORTED})"
             )
-        return result[0]
-
-    def _store(
-        self, out: Mapping[str, Array], observations: Any, actions: Array | None, rows: Rows | None = None
-    ) -> None:
-        """Copy batched observations into their fields: all rows, or only some."""
-        for of, shape in self._fields:
-            try:
-                values = fitted(of.pick(observations), shape, of)
-            except Misfit as misfit:
-                raise EnvFault(f"{self._where(actions, misfit.row)}: {misfit}") from None
-            if rows is None:
-                out[of.name][...] = values
-            else:
-                out[of.name][rows] = values[rows]
-
-    def _take_rewards(self, rewards: Any, actions: Array) -> None:
-        given = np.asarray(rewards)
-        if given.shape != self._ended.shape or given.dtype.kind not in "fiub":
-            raise EnvFault(
-                f"{self._where(actions)}: rewards are {short(rewards)}, expected {len(self)} numbers [{len(self)}]"
-            )
-        stored = self._outcome.rewards
-        stored[:] = given
-        if self._filler_rows is not None:
-            stored[self._filler_rows] = 0.0
-        if not all_finite(stored) and not (finite := np.isfinite(stored)).all():
-            e = int(np.argmin(finite))
-            raise EnvFault(f"{self._where(actions, e)}: reward is {given[e]}, which is not a finite float32")
-        self._total_rewards += given
-
-    def _take_flags(self, what: str, stored: NDArray[np.bool_], flags: Any, actions: Array) -> None:
-        given = np.asarray(flags)
-        if given.shape != stored.shape or (given.dtype.kind != "b" and not np.isin(given, (0, 1)).all()):
-            raise EnvFault(
-                f"{self._where(actions)}: {what} is {short(flags)}, expected {len(self)} times True or False"
-            )
-        stored[:] = given
-
-    def _check_finite(self, values: Mapping[str, Array], rows: Sequence[int], actions: Array | None) -> None:
-        """Raise EnvFault if an observation that is used holds NaN or an infinity.
-
-        The final observation of a termination is not used: what is not finite there becomes zero.
-        """
-        for name in self._float_fields:
-            if all_finite(values[name]):
-                continue
-            for e in rows:
-                if np.isfinite(values[name][e]).all():
-                    continue
-                if e in self.fillers and e not in self._awaited:
-                    values[name][e] = 0.0
-                    continue
-                raise EnvFault(f"{self._where(actions, e)}: {name} is not finite: {short(values[name][e])}")
+        try:
+            return observations_into(out, result[0], self._fields, self._ranges, rows)
+        except Misfit as misfit:
+            raise EnvFault(f"{self._where(actions)}: {misfit}") from None
 
     # --------------------------------------------------------------------------------------------------------- errors
 
-    def _raised(self, call: str, error: Exception, actions: Array | None) -> NoReturn:
+    def _raised(self, call: str, error: BaseException, actions: Array | None) -> NoReturn:
         raised = "" if isinstance(error, EnvFault) else f"{call} raised {type(error).__name__}: "
         raise EnvFault(f"{self._where(actions)}: {raised}{short(error, 500)}") from error
 
@@ -359,38 +397,3 @@ class VectorEnvBatch:
         if e is None:
             return f"{self._who()}, last actions {short(actions)}"
         return f"{self._who(e)}, step {self._clock - self._started[e]} of its episode, last action {short(actions[e])}"
-
-
-def _final_observation(infos: Any, e: int) -> Any:
-    """The final observation of env e, or None: an array of observations, or observations batched like the envs' own."""
-    for key in FINAL_KEYS:
-        if not isinstance(infos, Mapping) or infos.get(key) is None:
-            continue
-        mask = infos.get(f"_{key}")
-        if mask is not None and not mask[e]:
-            continue
-        final = _row(infos[key], e)
-        if final is not None:
-            return final
-    return None
-
-
-def _row(batched: Any, e: int) -> Any:
-    """Row e of batched observations, of whatever structure."""
-    if isinstance(batched, Mapping):
-        return {key: _row(value, e) for key, value in batched.items()}
-    if isinstance(batched, tuple):
-        return tuple(_row(value, e) for value in batched)
-    return batched[e]
-
-
-def _successes(infos: Any, envs: list[int]) -> list[bool | None]:
-    """What the infos of the last step say about the episodes of these envs."""
-    facts = infos.get(FINAL_INFO, infos) if isinstance(infos, Mapping) else None
-    if isinstance(facts, Mapping):
-        for key in SUCCESS_KEYS:
-            if key in facts:
-                mask = facts.get(f"_{key}")
-                return [bool(facts[key][e]) if mask is None or mask[e] else None for e in envs]
-        return [None] * len(envs)
-    return [None if facts is None else success_of(facts[e]) for e in envs]  # in old vector envs one info per env

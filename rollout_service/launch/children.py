@@ -13,6 +13,7 @@ Left to others: when to start and stop (supervisor), leaving when the parent die
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import signal
@@ -69,6 +70,14 @@ class ChildEnded:
 
 
 @dataclass(frozen=True)
+class ChildGone:
+    """A child has ended with this exit code, and what the service had heard of it by then has been said."""
+
+    child: Child
+    code: int
+
+
+@dataclass(frozen=True)
 class Launcher:
     """Starts the children of one run."""
 
@@ -110,12 +119,21 @@ class Launcher:
         incarnation: int = 0,
         core: int | None = None,
     ) -> Child:
+        """Raises OSError if the system has no process, descriptor or memory left for it."""
         log = self.run_dir / "logs" / log_name
-        with log.open("ab") as output, children_on(core):
+        with _opened(log) as output, children_on(core):
             begin = output.tell()
             process = start_interpreter(arguments, environment, stdout=output, stderr=subprocess.STDOUT)
         watch(process, self.inbox)
         return Child(role, process, log, begin, actor_id, incarnation)
+
+
+def _opened(log: Path) -> IO[bytes]:
+    """A child's log; on a disk that has no room for another file its output goes nowhere."""
+    try:
+        return log.open("ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def start_interpreter(
@@ -140,14 +158,22 @@ def start_interpreter(
 
 
 def watch(process: subprocess.Popen[bytes], inbox: queue.SimpleQueue[object]) -> None:
-    """Puts ChildEnded into the inbox once the process has ended. It stays a zombie until the main thread reaps it."""
+    """Puts ChildEnded into the inbox once the process has ended. It stays a zombie until the main thread reaps it.
+
+    Raises OSError, and the process is gone, if there is no thread to be had.
+    """
 
     def wait() -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         inbox.put(ChildEnded(process))
 
-    threading.Thread(target=wait, name=f"watch-{process.pid}", daemon=True).start()
+    try:
+        threading.Thread(target=wait, name=f"watch-{process.pid}", daemon=True).start()
+    except RuntimeError as error:
+        process.kill()
+        process.wait()
+        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 def kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
@@ -155,7 +181,7 @@ def kill_with_descendants(process: subprocess.Popen[bytes]) -> None:
     # Imported here: it needs Unix modules, and `--help` has to work without them.
     import psutil
 
-    with contextlib.suppress(psutil.Error):
+    with contextlib.suppress(psutil.Error, OSError):  # also for want of a descriptor to look with
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 descendant.kill()

@@ -38,10 +38,6 @@ SMALL_SHARED_MEMORY: Final = 256 << 20
 """Vector observations need a few MiB, images hundreds; Docker's default is 64 MiB."""
 MEMORY_OF_A_ROLE: Final = 350 << 20
 """What an actor or a learner takes on the CPU besides its envs: torch, mostly."""
-DESCRIPTORS_OF_A_RUN: Final = 64
-"""Files, sockets and pipes of the service itself, with some to spare."""
-DESCRIPTORS_OF_AN_ACTOR: Final = 4
-"""Two connections, and log file and pipe for a moment while it starts."""
 TORCH_DEADLINE_S: Final = 60.0
 """The first import from a cold disk takes a while."""
 GIB: Final = 2**30
@@ -223,10 +219,13 @@ def ask_torch() -> dict[str, Any]:
 
 def check_compiled() -> Finding:
     from learner import single_pass
+    from rollout_service.policy import compiled
 
-    if single_pass.BUILT:
-        return ok("advantages by the compiled pass")
-    return Verdict.OK, single_pass.NOT_BUILT, single_pass.REMEDY
+    missing = [part.NOT_BUILT for part in (single_pass, compiled) if not part.BUILT]
+    if missing:
+        return Verdict.OK, "; ".join(missing), single_pass.REMEDY
+    lstm = "sequences by the compiled layer" if compiled.USABLE else compiled.NOT_SUPPORTED
+    return ok(f"advantages by the compiled pass; {lstm}")
 
 
 # What a run uses up
@@ -309,6 +308,8 @@ def check_locked_memory() -> Finding:
 
 def check_open_files() -> Finding:
     import resource
+
+    from rollout_service.launch.prepare import DESCRIPTORS_OF_A_RUN, DESCRIPTORS_OF_AN_ACTOR
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

@@ -21,6 +21,7 @@ from typing import Final
 from rollout_service.control import events
 from rollout_service.control.messages import Role
 from rollout_service.control.roster import SILENT_PHASE
+from rollout_service.errors import SegmentError
 from rollout_service.launch.run import Run
 from rollout_service.memory.presence import LEARNER, actor_seat, is_present
 
@@ -58,7 +59,8 @@ class Guest:
 class Guests:
     """Everyone who takes part without having been started here.
 
-    is_child tells of a role and pid whether it was started here; failed is called when an actor left with an error.
+    is_child tells of a role and pid whether it was started here; failed is called when an actor has died, or left with
+    an error.
     """
 
     def __init__(self, run: Run, *, is_child: Callable[[Role, int], bool], failed: Callable[[str], None]) -> None:
@@ -71,6 +73,11 @@ class Guests:
 
     def __bool__(self) -> bool:
         return bool(self._here)
+
+    @property
+    def actors(self) -> int:
+        """How many of them are actors."""
+        return sum(guest.role is Role.ACTOR for guest in self._here.values())
 
     @property
     def look_every_s(self) -> float:
@@ -109,6 +116,8 @@ class Guests:
         for guest in [guest for guest in self._here.values() if self._is_dead(guest)]:
             self._free_place_of(guest)
             self._left(guest, "died, without a goodbye", "")
+            if guest.joined:
+                self._failed(f"{guest.name} died, without a goodbye")
 
     def told_to_leave(self) -> None:
         self._told_to_leave = True
@@ -152,7 +161,10 @@ class Guests:
                 self._run.journal.say("the run waits for another learner")
 
     def _look_at_seat(self, guest: Guest) -> bool:
-        present = is_present(self._run.segment, guest.seat)
+        try:
+            present = is_present(self._run.segment, guest.seat)
+        except SegmentError:  # for want of a descriptor to look with: it may be there
+            return True
         guest.seated = guest.seated or present
         return present
 
@@ -172,3 +184,5 @@ def _exists(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    except OSError:  # for want of a descriptor to look with
+        return True

@@ -42,6 +42,10 @@ PROBE_DEADLINE_S: Final = 300.0
 EXIT_REFUSED: Final = 2
 NEEDED_MODULES: Final = ("fcntl", "resource", "_posixshmem")
 """Standard modules of a system this runs on."""
+DESCRIPTORS_OF_A_RUN: Final = 64
+"""Files, sockets and pipes of the service itself, with some to spare."""
+DESCRIPTORS_OF_AN_ACTOR: Final = 4
+"""Two connections, and log file and pipe for a moment while it starts."""
 
 
 def require_platform() -> None:
@@ -49,7 +53,28 @@ def require_platform() -> None:
     missing = [name for name in NEEDED_MODULES if not _importable(name)]
     if not sys.platform.startswith("linux") or missing:
         why = f"missing here: {', '.join(missing)}" if missing else f"this is {sys.platform}"
-        raise ConfigError(f"runs need Linux with POSIX shared memory and file locks; {why}")
+        raise ConfigError(
+            f"runs need Linux with POSIX shared memory and file locks; {why}; use a Linux container or virtual machine "
+            "(on Windows: WSL 2)"
+        )
+
+
+def require_descriptors(num_actors: int) -> None:
+    """Raises ConfigError unless the service's process may open the files and sockets of so many actors.
+
+    A soft limit that is too low is raised, as far as the hard one allows.
+    """
+    import resource
+
+    needed = DESCRIPTORS_OF_A_RUN + DESCRIPTORS_OF_AN_ACTOR * num_actors
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != hard < needed:
+        raise ConfigError(
+            f"a run with {num_actors} actors needs {needed} file descriptors in the service's process, the limit is "
+            f"{hard}; raise it (ulimit -n {needed}, docker run --ulimit nofile={needed}), or lower num_actors"
+        )
+    if resource.RLIM_INFINITY != soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextmanager
@@ -99,7 +124,8 @@ def resolve(config: TrainConfig, cores: UsableCores | None = None) -> tuple[Trai
             raise ConfigError(f"dump_batch {dump} has to be a file in a directory that exists")
         # The learner may run in another directory than this process.
         config = config.model_copy(update={"dump_batch": dump.absolute()})
-    return config, f"{config.num_actors} actors x {config.envs_per_actor} envs ({chosen})"
+    count = f"{config.num_actors}" if config.max_actors is None else f"{config.num_actors} to {config.max_actors}"
+    return config, f"{count} actors x {config.envs_per_actor} envs ({chosen})"
 
 
 def validated(settings: dict[str, object]) -> TrainConfig:
@@ -182,7 +208,7 @@ def _await_end(process: subprocess.Popen[bytes], inbox: queue.SimpleQueue[object
 def _read_answer(code: int, answer: bytes, words: str) -> Probed:
     lines = answer.decode("utf-8", "replace").strip().splitlines()
     last = lines[-1] if lines else ""
-    if code == 0:
+    if code == 0 and lines:
         return Probed(RunSpec.from_json(last), tuple(json.loads(line)["warning"] for line in lines[:-1]))
     if code == EXIT_REFUSED:
         try:

@@ -40,11 +40,13 @@ def build_run_spec(config: TrainConfig) -> RunSpec:
     if not isinstance(config.num_actors, int):
         raise ConfigError(f"num_actors is {config.num_actors!r}; the probe needs a number, resolve it first")
     from learner.staging import select_device
+    from rollout_service.envs.bad_data import BadData
     from rollout_service.envs.check import check_env
     from rollout_service.policy.actor_critic import ActorCritic
 
     select_device(config.device)
-    found = check_env(config.env, config.env_kwargs, config.vectorize, config.envs_per_actor)
+    bad_data = BadData(config.on_bad_data, config.obs_limit)
+    found = check_env(config.env, config.env_kwargs, config.vectorize, config.envs_per_actor, bad_data)
     for warning in found.warnings:
         warnings.warn(warning, EnvWarning, stacklevel=2)
     policy = ActorCritic(found.spaces, config.policy_spec(), seed=config.seed)
@@ -61,9 +63,13 @@ def build_run_spec(config: TrainConfig) -> RunSpec:
         num_steps=config.num_steps,
         max_policy_lag=config.max_policy_lag,
         num_actors=config.num_actors,
+        max_actors=config.max_actors,
         envs_per_actor=config.envs_per_actor,
         envs_per_forward=config.rows_per_forward,
         seed=config.seed,
+        obs_limit=config.obs_limit,
+        on_bad_data=config.on_bad_data,
+        barrier_interval=config.checkpoint_interval if config.deterministic else 0,
         checksum_slots=config.checksum_slots,
     )
 

@@ -33,16 +33,22 @@ class RestartBudget:
         return min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (before - 1)) if before else 0.0
 
     @property
+    def used_up(self) -> str:
+        """What to say once it is."""
+        return f"all {self.max_restarts} restarts within {self.window_s:g} s are used up (max_restarts, restart_window)"
+
+    @property
     def spent(self) -> int:
         """Restarts granted within the window, as of the last question."""
         return len(self._granted)
 
 
-class LearnerRestarts:
-    """Whether the learner is started again: a budget of its own, and proof that starting it again helps.
+class RestartsFromCheckpoint:
+    """Whether a process is started again for which the run goes back: the learner, in a deterministic run any.
 
-    What came after the last checkpoint is repeated, and may end it again. Progress is an update that the run had never
-    reached before. Without any, it is started as often as the budget has restarts, however slowly its deaths come.
+    A budget of its own, and proof that starting it again helps: what came after the checkpoint is repeated, and may end
+    it again. Progress is an update that the run had never reached before. Without any, it is started as often as the
+    budget has restarts, however slowly its deaths come.
     """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
@@ -51,20 +57,15 @@ class LearnerRestarts:
         self._deaths = 0
         """Without progress between them."""
 
-    def after_death(self, *, reached: int, now: float) -> float | str:
-        """Seconds to wait before the learner is started again, or why it is not.
+    def after_death(self, *, reached: int, now: float, actor_id: int = 0) -> float | str:
+        """Seconds to wait before it is started again, or why it is not.
 
-        reached: the highest update that this run has ever finished.
+        reached: the highest update that this run has ever finished. actor_id: whose place it had.
         """
         if reached > self._reached:
             self._reached, self._deaths = reached, 0
         self._deaths += 1
         if 0 < self.budget.max_restarts < self._deaths:
             return f"it died {self._deaths} times while the run got no further than update {reached} (max_restarts)"
-        delay = self.budget.spend(0, now)
-        if delay is None:
-            return (
-                f"all {self.budget.max_restarts} restarts within {self.budget.window_s:g} s are used up "
-                "(max_restarts, restart_window)"
-            )
-        return delay
+        delay = self.budget.spend(actor_id, now)
+        return self.budget.used_up if delay is None else delay

@@ -48,6 +48,7 @@ from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.observe.journal import Journal
 from rollout_service.observe.logs import RunLogs
+from rollout_service.observe.losses import LostWrites
 from rollout_service.observe.metrics import RunMetrics
 from rollout_service.observe.progress import Progress, open_progress
 
@@ -98,10 +99,12 @@ class Run:
 def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = None) -> Iterator[Run]:
     """A run from its settings to its last trace. Progress goes to `stream` (stderr by default).
 
+    door: where it listens for roles that are started by hand; without one the caller starts its actors.
     Raises ConfigError, SpaceNotSupported, SegmentError or CheckpointError before anything of the run exists,
     Interrupted if a stop signal came that early, RunFailed if the env could not be tried out.
     """
     prepare.require_platform()
+    by_hand = door is not None
     door = door if door is not None else Door()
     keys = None if door.key_file is None else Keys.read(door.key_file)
     access = SocketAccess(None if door.group is None else group_id(door.group))
@@ -116,6 +119,7 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         stack.enter_context(interruptions(inbox))
         config, sizing = prepare.resolve(config)
         total_updates = check_fits_one_rollout(config, int(config.num_actors))
+        prepare.require_descriptors(config.max_actors or int(config.num_actors))
         token = new_run_token()
         path = config.run_dir or default_run_directory(config.env, token, datetime.now().astimezone())
         # The learner may run in another directory than this process.
@@ -127,9 +131,10 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         spec = probed.spec
         run_dir = opened or stack.enter_context(RunDirectory(path, resume=False))
 
-        progress = open_progress(f"{config.env}  {path}", stream)
+        lost = LostWrites()
+        progress = open_progress(f"{config.env}  {path}", stream, lost)
         stack.callback(progress.close)
-        journal = stack.enter_context(Journal(path / "run.log", progress))
+        journal = stack.enter_context(Journal(path / "run.log", progress, lost))
         for line in leftovers.lines():
             journal.say(f"removed, left by a run that is dead: {line}")
         if run_dir.moved_aside is not None:
@@ -185,7 +190,9 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
             silence_timeout=config.silence_timeout,
             updates_done=resume_point.updates,
             env_steps_done=resume_point.env_steps,
-            scheduler=scheduler_for(config, spec.num_actors),
+            scheduler=scheduler_for(config, spec.num_places),
+            elastic=config.elastic,
+            kept_places=0 if by_hand else spec.num_actors,
         )
         server = Server(router, coordinator)
         server.events = cast("queue.SimpleQueue[Event]", inbox)
@@ -196,12 +203,15 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
             total_steps=total_updates * spec.steps_per_rollout,
             total_updates=total_updates,
             num_actors=spec.num_actors,
+            max_actors=spec.num_places,
             started=started,
             streaming=config.max_policy_lag > 0,
             env_steps=resume_point.env_steps,
             updates=resume_point.updates,
         )
-        logs = stack.enter_context(RunLogs(path, tensorboard=config.tensorboard, resume_at=resume_point.env_steps))
+        logs = stack.enter_context(
+            RunLogs(path, tensorboard=config.tensorboard, resume_at=resume_point.env_steps, lost=lost)
+        )
         yield Run(config, path, endpoint, memory.name, inbox, server, metrics, journal, logs, progress)
 
 

@@ -47,6 +47,14 @@ class ResumePoint:
     """One line per newer checkpoint that is damaged."""
 
 
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """A checkpoint and its score."""
+
+    path: Path
+    return_mean: float
+
+
 def default_run_directory(env: str, token: str, now: datetime) -> Path:
     """`runs/<env>-<date>-<token>`."""
     name = re.sub(r"[^A-Za-z0-9_.]+", "-", env).strip("-.") or "run"
@@ -88,7 +96,15 @@ class RunDirectory:
             raise ConfigError(f"run_dir {self.path} is used by a run that is alive; choose another one") from None
 
     def save(self, config: TrainConfig) -> None:
-        (self.path / CONFIG_FILE).write_text(to_toml(config), encoding="utf-8")
+        """Raises ConfigError if the disk refuses; an earlier run's settings are then still there."""
+        beside = self.path / f"{CONFIG_FILE}.writing"
+        try:
+            beside.write_text(to_toml(config), encoding="utf-8")
+            beside.replace(self.path / CONFIG_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir {self.path} cannot be written: {error.strerror}; make room, or choose another"
+            ) from error
 
     def close(self) -> None:
         os.close(self._lock)
@@ -149,6 +165,23 @@ def newest_point(path: Path) -> ResumePoint:
         return ResumePoint(warnings=warnings)
     manifest = found.checkpoint.manifest
     return ResumePoint(manifest.update, manifest.env_steps, found.checkpoint.path, warnings)
+
+
+def best_checkpoint(path: Path) -> BestCheckpoint | None:
+    """The one with the highest return_mean, of those that are there and usable."""
+    from rollout_service import checkpoint as checkpoints
+
+    found = checkpoints.best(path).checkpoint
+    if found is None or found.manifest.return_mean is None:
+        return None
+    return BestCheckpoint(found.path, found.manifest.return_mean)
+
+
+def unsaved(path: Path, updates: int) -> str:
+    """In words, how many of a run's updates are in no checkpoint."""
+    point = newest_point(path)
+    origin = "the start" if point.checkpoint is None else point.checkpoint.name
+    return f"{max(0, updates - point.updates)} updates are to be made again: the run goes on from {origin}"
 
 
 def _resume_point(path: Path) -> ResumePoint:

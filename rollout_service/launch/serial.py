@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rollout_service import checkpoint as checkpoints
 from rollout_service.config import TrainConfig, check_fits_one_rollout
+from rollout_service.control.barriers import Barriers
 from rollout_service.control.messages import Grant, StartFrom
 from rollout_service.errors import ConfigError
 from rollout_service.launch.cpu import usable_cores
@@ -30,7 +31,9 @@ from rollout_service.memory.schema import rollout_fields
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.observe.metrics import RunMetrics, Summary
+from rollout_service.observe.remarks import RemarkWatch
 from rollout_service.runspec import NUM_BANKS, RunSpec, StateStrategy
+from rollout_service.tally import TallyRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +51,8 @@ class SerialUpdate:
 
     report: UpdateReport
     summary: Summary
+    remarks: tuple[str, ...] = ()
+    """What the actors' commits said in words, and what became of a checkpoint that could not be written."""
 
 
 def run_serial(
@@ -59,8 +64,8 @@ def run_serial(
 
     stop_asked: asked after every step and between updates. True ends the run with a checkpoint of the last whole
     update; steps that no update has seen are dropped.
-    Checkpoints go to config.run_dir; without one nothing is written. Raises ConfigError for max_policy_lag above 0, and
-    what a role raises, with its own traceback.
+    Checkpoints go to config.run_dir; without one nothing is written. Raises ConfigError for max_policy_lag above 0 and
+    for max_actors, and what a role raises, with its own traceback.
     """
     require_lockstep(config)
     import torch
@@ -84,14 +89,19 @@ def run_serial(
                 update = run.learn(valid_steps)
                 if on_update is not None:
                     on_update(update)
-            run.save()
+            run.save_at_end()
             return run.result()
     finally:
         torch.set_num_threads(threads)
 
 
 def require_lockstep(config: TrainConfig) -> None:
-    """Raises ConfigError unless max_policy_lag is 0."""
+    """Raises ConfigError unless max_policy_lag is 0 and nobody may join."""
+    if config.max_actors is not None:
+        raise ConfigError(
+            f"nobody can join a serial run, and max_actors is {config.max_actors}; leave max_actors out, or leave "
+            "--serial out"
+        )
     if config.max_policy_lag > 0:
         raise ConfigError(
             f"a serial run has max_policy_lag 0, not {config.max_policy_lag}: with one thread nothing is collected "
@@ -104,6 +114,7 @@ class SerialRun:
 
     def __init__(self, config: TrainConfig, spec: RunSpec, trainer: Trainer) -> None:
         from learner.rollout_buffer import RecurrentRolloutBuffer
+        from learner.saving import Saving
         from workers.actor import Actor
 
         self.config = config
@@ -112,10 +123,13 @@ class SerialRun:
         self.version = 0
         self.checkpoint: Path | None = None
         self._epoch = 0
+        self._watch = RemarkWatch()
+        self._remarks: list[str] = []
         self._seeded: set[int] = set()
         self._to_reset: set[int] = set()
         """Actors whose first lease in a resumed run is still to come: their streams must not be those of its start."""
-        self._saved_update = -1
+        self._barriers = Barriers(spec.barrier_interval)
+        self._saving = None if config.run_dir is None else Saving(trainer, config.run_dir)
         self.bank = 0
         """The bank that is filled next."""
         self._open = ExitStack()
@@ -136,7 +150,7 @@ class SerialRun:
             for actor_id in range(spec.num_actors):
                 self.actors.append(Actor(spec, self.memory, self.weights, actor_id))
                 stack.callback(self.actors[-1].close)
-            self._prepare()
+            tally = self._prepare()
             self._open = stack.pop_all()
         self.metrics = RunMetrics(
             total_steps=trainer.total_updates * spec.steps_per_rollout,
@@ -146,23 +160,30 @@ class SerialRun:
             env_steps=trainer.env_steps_done,
             updates=trainer.updates_done,
         )
+        self.metrics.restore(tally)
         for actor_id in range(spec.num_actors):
             self.metrics.actor_joined(actor_id)
 
-    def _prepare(self) -> None:
-        """Goes on from the newest checkpoint, or writes the first one; publishes the first weights."""
+    def _prepare(self) -> TallyRecord:
+        """Goes on from the newest checkpoint, or writes the first; publishes the first weights. Returns the tally."""
         found = checkpoints.Found(None)
         if self.config.run_dir is not None and self.config.resume:
             found = checkpoints.newest(self.config.run_dir)
         if found.checkpoint is not None:
             self.trainer.restore(found.checkpoint)
             self.checkpoint = found.checkpoint.path
-            self._saved_update = self.trainer.updates_done
+            if self._saving is not None:
+                self._saving.restored()
             if self.trainer.updates_done > 0:
                 self._to_reset = set(range(self.spec.num_actors))
+            self._barriers.began_at = self.trainer.updates_done
+            self.version = found.checkpoint.manifest.version - self.config.deterministic
         self.publish()
-        if found.checkpoint is None:
-            self.save()
+        if found.checkpoint is not None:
+            return found.checkpoint.manifest.tally
+        if self._saving is not None:
+            self.checkpoint = self._saving.save(self.version)
+        return TallyRecord()
 
     def one_update(self) -> SerialUpdate:
         """Every actor fills its slot, then the learner updates and publishes."""
@@ -179,19 +200,23 @@ class SerialRun:
 
         torch.set_num_threads(ACTOR_THREADS)
         self._epoch += 1
+        update = self.trainer.updates_done + 1
+        anew = self._barriers.behind(update - 1)
         grant = Grant(
             slot=slot,
             epoch=self._epoch,
             version=self.version,
-            start=StartFrom.SEEDED if slot in self._seeded else StartFrom.FRESH,
-            update=self.trainer.updates_done + 1,
-            reset_envs=actor.actor_id in self._to_reset,
+            start=StartFrom.SEEDED if slot in self._seeded and not anew else StartFrom.FRESH,
+            update=update,
+            reset_envs=anew or actor.actor_id in self._to_reset,
+            barrier_after=self._barriers.cut(update),
         )
         self._to_reset.discard(actor.actor_id)
         commit = actor.fill(grant, preempted=preempted)
         self.metrics.rollout(
             episodes=commit.episodes, seconds=commit.seconds, counters=commit.counters, now=time.monotonic()
         )
+        self._remarks += self._watch.notice(commit.remarks, commit.counters)
         return commit.valid_steps
 
     def learn(self, valid_steps: list[int]) -> SerialUpdate:
@@ -204,8 +229,6 @@ class SerialRun:
         self.publish()
         self.bank = other
         self._seeded = set(self.spec.bank(other)) if self.spec.state_strategy is StateStrategy.STORED else set()
-        if update % self.config.checkpoint_interval == 0 or self.trainer.finished:
-            self.save()
         now = time.monotonic()
         self.metrics.update(
             update=update,
@@ -215,18 +238,31 @@ class SerialRun:
             now=now,
             version=self.version,
         )
-        return SerialUpdate(report, self.metrics.summary(now))
+        self._save_if_due(report.metrics)
+        remarks, self._remarks = tuple(self._remarks), []
+        return SerialUpdate(report, self.metrics.summary(now), remarks)
 
     def publish(self) -> None:
         """Hands out the trainer's weights under the next version."""
         self.version += 1
         self.weights.publish(self.version, self.trainer.weights())
 
-    def save(self) -> None:
-        """A checkpoint of the last whole update, unless there is one or none is wanted."""
-        if self.config.run_dir is not None and self._saved_update != self.trainer.updates_done:
-            self._saved_update = self.trainer.updates_done
-            self.checkpoint = self.trainer.save(self.config.run_dir, version=self.version)
+    def save_at_end(self) -> None:
+        """The checkpoint of a run that ends here, unless there is one or none is wanted. Raises CheckpointError."""
+        if self._saving is not None:
+            self.checkpoint = self._saving.at_end(self.version) or self.checkpoint
+
+    def _save_if_due(self, figures: Mapping[str, float]) -> None:
+        """The checkpoint behind the update just made; if it cannot be written the run goes on, and says so."""
+        if self._saving is None:
+            return
+        last, tally = self.trainer.finished, self.metrics.tally
+        saved = self._saving.after_update(
+            self.version, last=last, return_mean=tally.score, figures=figures, tally=tally.record()
+        )
+        self.checkpoint = saved.path or self.checkpoint
+        text = self.metrics.checkpoint(self.trainer.updates_done, saved.path, saved.failure)
+        self._remarks += [] if text is None else [text]
 
     def result(self) -> dict[str, Any]:
         """The figures of the run so far, JSON-able."""

@@ -187,7 +187,7 @@ def _options(words: Sequence[str], defaults: Mapping[str, Any], kind: type[Train
                 config=(tyro.conf.EnumChoicesFromValues,),
             )
     except SystemExit as leaving:
-        if leaving.code != USAGE:  # help was printed, or a stop signal came
+        if leaving.code != USAGE:  # help was printed
             raise
         raise ConfigError(f"{_first_words(complaint.getvalue())}; see {program} --help") from None
     return dict(vars(chosen) if not isinstance(chosen, dict) else chosen)

@@ -78,17 +78,25 @@ class StopRequest:
         self._closed = True
 
 
+class Signalled(BaseException):
+    """A stop signal came where no run listens for it. No SystemExit: an env that calls `sys.exit` is at fault."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.exit_code = Interruption(signum).exit_code
+
+
 @contextmanager
 def ends_with_a_code() -> Iterator[None]:
     """For the process of one command: no stop signal kills it, whenever it comes.
 
-    Inside, but for the run itself (`interruptions`), all of them raise SystemExit(128 + signal). No KeyboardInterrupt:
-    one that passes through an `exec` of a string, as imports are full of, makes CPython 3.11 end by SIGINT although it
-    was caught. From the end on they are ignored: what is left is the interpreter's own end.
+    Inside, but for the run itself (`interruptions`), all of them raise Signalled. No KeyboardInterrupt: one that passes
+    through an `exec` of a string, as imports are full of, makes CPython 3.11 end by SIGINT although it was caught. From
+    the end on they are ignored: what is left is the interpreter's own end.
     """
 
     def leave(signum: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
+        raise Signalled(signum)
 
     heard = [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
     for each in heard:

@@ -121,6 +121,10 @@ def render(run: RunStatus) -> str:
     ]
     if (waiting := report.get("waiting_for")) and (waited := report.get("waiting_seconds") or 0.0) >= SHOWN_WAIT_S:
         lines.append(f"  waiting  {waited:.0f} s for {', '.join(waiting)}")
+    actors = [actor for actor in report["actors"] if actor["pid"] is not None or actor.get("awaited", True)]
+    if empty := len(report["actors"]) - len(actors):
+        here = sum(actor["pid"] is not None for actor in actors)
+        lines.append(f"  actors   {here} here   {empty} places empty, not waited for")
     header = ("actor", "inc", "pid", "state", "steps/s", "waited for", "lag", "silent", "cores")
     rows = [header] + [
         (
@@ -134,7 +138,7 @@ def render(run: RunStatus) -> str:
             _text(actor["silent_seconds"]),
             ",".join(map(str, actor.get("cores") or ())),
         )
-        for actor in report["actors"]
+        for actor in actors
     ]
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]

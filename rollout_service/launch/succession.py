@@ -11,12 +11,14 @@ was dropped on the way (control/losses).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rollout_service.control import events
 from rollout_service.launch.children import Child
-from rollout_service.launch.restarts import LearnerRestarts
+from rollout_service.launch.restarts import RestartsFromCheckpoint
 from rollout_service.launch.run import Run
 from rollout_service.launch.rundir import ResumePoint, newest_point
+from rollout_service.observe.metrics import log_record
 
 
 class Succession:
@@ -24,9 +26,7 @@ class Succession:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._restarts = LearnerRestarts(run.config.max_restarts, run.config.restart_window)
-        self._furthest = run.metrics.updates
-        """The highest update that was ever finished."""
+        self._restarts = RestartsFromCheckpoint(run.config.max_restarts, run.config.restart_window)
 
     def after_death(self, child: Child, reason: str, code: int, words: str, now: float) -> float | None:
         """Seconds until the next one is started, or None if the run has to stop.
@@ -55,24 +55,26 @@ class Succession:
     def ready(self, event: events.LearnerReady, now: float) -> None:
         """The run stands where this learner stands."""
         metrics = self._run.metrics
+        metrics.missing.forget()
         if event.env_steps < metrics.env_steps:
             self._run.logs.cut_back(event.env_steps)
         if (event.updates, event.env_steps) != (metrics.updates, metrics.env_steps):
             metrics.go_back(update=event.updates, env_steps=event.env_steps, now=now)
+        metrics.restore(event.tally)
+        if event.figures and self._run.logs.reaches < event.env_steps:
+            # The service of an earlier run died before it heard of the update that its learner had just saved.
+            then = replace(metrics.summary(now), figures=event.figures, version=event.version)
+            self._run.logs.write(event.env_steps, event.updates, log_record(then))
         if event.restored:
             metrics.counters.update({name: count for name, count in costs(event).items() if count})
             self._run.journal.say(goes_on(event))
-
-    def finished(self, update: int) -> None:
-        """An update was finished, for the first time or again."""
-        self._furthest = max(self._furthest, update)
 
     def _verdict(self, code: int, point: ResumePoint, now: float) -> float | str:
         if code > 0:
             return "an error of the learner's own is not tried again"
         if point.checkpoint is None and point.warnings:
             return "there is no usable checkpoint to go on from"
-        return self._restarts.after_death(reached=self._furthest, now=now)
+        return self._restarts.after_death(reached=self._run.metrics.furthest, now=now)
 
 
 def costs(event: events.LearnerReady) -> Mapping[str, int]:

@@ -2,7 +2,7 @@
 
 Without a launcher it starts nobody: actors and learner come by themselves, as guests.
 
-    inbox <- events of the coordinator | ChildEnded | Interruption        one queue, one thread, no polling
+    inbox <- events of the coordinator | ChildEnded | ChildGone | Interruption        one queue, one thread, no polling
 
     phase      leaves by                                                               what is done meanwhile
     RUNNING    last update | Ctrl-C, SIGTERM | budget spent | failure                  replace children, log, draw
@@ -13,8 +13,8 @@ Who writes: the main thread alone starts, signals and reaps children, writes log
 server's thread and is spoken to through `server.submit`. A new actor starts its envs anew; a new learner goes on from
 the newest checkpoint, and the logs are cut back to it. What must never happen: an exit that leaves a process, a segment
 or a socket behind, whichever way the run ends; file IO in the coordinator's thread; torch in this process.
-Left to others: how a child is started and described (children), when one comes back (restarts), processes that were
-started by hand (guests), numbers (observe).
+Left to others: how a child is started and described (children), whether one comes back (failures, succession),
+processes that were started by hand (guests), numbers (observe).
 """
 
 from __future__ import annotations
@@ -26,30 +26,35 @@ import queue
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
-from rollout_service.config import OnActorFailure
 from rollout_service.control import events
 from rollout_service.control.coordinator import FINISHED
 from rollout_service.control.messages import Role
 from rollout_service.control.roster import SILENT_PHASE
 from rollout_service.errors import ProtocolError
-from rollout_service.launch.children import Child, ChildEnded, Launcher, describe_exit, kill_with_descendants
+from rollout_service.launch.children import Child, ChildEnded, ChildGone, Launcher, describe_exit, kill_with_descendants
 from rollout_service.launch.ending import EXIT_FAILED, PATIENCE, Ending, How
+from rollout_service.launch.failures import ActorFailures
 from rollout_service.launch.guests import Guests
-from rollout_service.launch.restarts import RestartBudget
 from rollout_service.launch.run import Run
 from rollout_service.launch.signals import Interruption
 from rollout_service.launch.succession import Succession
 from rollout_service.lifeline import STACK_DUMP_SIGNAL
-from rollout_service.observe.metrics import log_record
+from rollout_service.observe.metrics import LOG_WRITE_FAILURES, log_record
+from rollout_service.observe.remarks import RemarkWatch
 from rollout_service.observe.stragglers import AgeWatch, StragglerWatch, gone_without, overdue
 
 STACK_DUMP_S: Final = 0.5
 """A stuck child gets this long to write its stacks before it is killed."""
 LAST_WORDS_S: Final = 2.0
 """The service's thread gets this long to pass on what it has received; it is woken: a bound, not a wait."""
+START_TRIES: Final = 30
+START_AGAIN_S: Final = 1.0
+"""Between two tries to start a process that the system refuses."""
 START_DEADLINE_S: Final = 120.0
 """From a process start to an actor's JOIN or the learner's HELLO: importing torch, making envs. Longer is a hang."""
 
@@ -75,7 +80,7 @@ class Supervisor:
         self.progress = run.progress
         self.clock = clock
         self.guests = Guests(run, is_child=self._is_child, failed=self._guest_failed)
-        self.budget = RestartBudget(config.max_restarts, config.restart_window)
+        self.failures = ActorFailures(run)
         self.learners = Succession(run)
         self.ending: Ending | None = None
         self._alive: dict[int, Child] = {}
@@ -83,8 +88,8 @@ class Supervisor:
         self._joined: set[tuple[int, int]] = set()
         self._welcomed_learners: set[int] = set()
         self._killed_for: dict[int, str] = {}
-        self._last_words: dict[int, str] = {}
-        """Pid -> traceback."""
+        self._last_words: dict[int, events.PeerLeft] = {}
+        """By pid."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._stopping_since = 0.0
@@ -93,14 +98,15 @@ class Supervisor:
         streaming = config.max_policy_lag > 0
         self.stragglers = StragglerWatch(preempts=config.preempt_share < 1.0, streaming=streaming)
         self.ages = AgeWatch(config.max_policy_lag)
+        self.remarks = RemarkWatch()
 
     def run(self) -> Ending:
         """Starts all children, returns when nobody is left. Any exception ends the children too."""
         try:
             if self.launcher is not None:
-                self._adopt(self.launcher.learner())
+                self._start("the learner", self.launcher.learner)
                 for actor_id in range(self.num_actors):
-                    self._adopt(self.launcher.actor(actor_id, 0))
+                    self._start(f"actor {actor_id}", partial(self.launcher.actor, actor_id, 0))
             self.logs.open()
             self._look_at_guests()
             while self.ending is None or self._alive or self.guests:
@@ -125,6 +131,7 @@ class Supervisor:
             heapq.heappop(self._timers)[2]()
         if self.ending is not None:
             self._press(now)
+        self._tell_losses()
         if now - self._shown_at >= self.progress.interval_s:
             self._shown_at = now
             self.progress.show(self.metrics.summary(now))
@@ -136,15 +143,19 @@ class Supervisor:
         with suppress(queue.Empty):
             while True:
                 self._react(self.inbox.get_nowait())
+        self._tell_losses()
 
     def _react(self, message: object) -> None:
         now = self.clock()
         if self.guests.notice(message):
+            self._end_without_actors()
             return
         match message:
             case ChildEnded(process=process):
                 if child := self._alive.pop(process.pid, None):
-                    self._child_ended(child, process.wait(), now)
+                    self._child_ended(child, process.wait())
+            case ChildGone(child=child, code=code):
+                self._child_gone(child, code, now)
             case Interruption():
                 self._interrupted(message)
             case events.RolloutCommitted():
@@ -157,6 +168,8 @@ class Supervisor:
                     slot=message.slot,
                     env_steps=message.env_steps,
                 )
+                for line in self.remarks.notice(message.remarks, message.counters):
+                    self.journal.say(line)
             case events.BatchFormed():
                 self._batch_formed(message, now)
             case events.RolloutTooOld():
@@ -183,8 +196,11 @@ class Supervisor:
                 self._learner_stuck(message.pid, f"was stuck in {message.phase} for {message.seconds:.1f} s {limit}")
             case events.LearnerSilent():
                 self._learner_stuck(message.pid, f"sent no heartbeat for {message.seconds:.1f} s")
+            case events.OutputLost(role=role, actor_id=actor_id):
+                who = role.value if actor_id is None else f"{role.value} {actor_id}"
+                self.journal.lost.failed(f"the log of {who}", "its disk does not take it", message.writes)
             case events.PeerLeft():
-                self._last_words[message.pid] = message.traceback
+                self._last_words[message.pid] = message
             case events.PeerRefused():
                 self.journal.say(f"{message.role.value} (pid {message.pid}) was turned away: {message.reason}")
             case events.RunFinished(reason) if reason != FINISHED and self.ending is None:
@@ -199,6 +215,21 @@ class Supervisor:
                 raise TypeError(f"unexpected message in the supervisor's inbox: {message!r}")
 
     # Children
+
+    def _start(self, who: str, start: Callable[[], Child], tries: int = 1) -> None:
+        """Where the system has no process, descriptor or memory to give at the moment, it may have one soon."""
+        if self.ending is not None:
+            return
+        try:
+            self._adopt(start())
+        except OSError as error:
+            text = f"{who} cannot be started: {error.strerror}"
+            if tries == START_TRIES:
+                self._stop(Ending(How.FAILED, f"{text}, {tries} times in a row", EXIT_FAILED))
+                return
+            if tries & (tries - 1) == 0:
+                self.journal.say(f"{text}; tried again in {START_AGAIN_S:g} s (try {tries} of {START_TRIES})")
+            self._after(START_AGAIN_S, lambda: self._start(who, start, tries + 1))
 
     def _adopt(self, child: Child) -> None:
         self._alive[child.process.pid] = child
@@ -215,11 +246,25 @@ class Supervisor:
         if not self._has_joined(child):
             self._kill_stuck(child, f"did not join within {START_DEADLINE_S:g} s of its start")
 
-    def _child_ended(self, child: Child, code: int, now: float) -> None:
+    def _child_ended(self, child: Child, code: int) -> None:
+        """What follows waits for what the service has heard by now: the child's goodbye, or that the run is over."""
         self.journal.note(f"{child.name} ended with {describe_exit(code)}")
-        words = self._last_words.pop(child.process.pid, "") or child.log_tail()
         if child.role is Role.ACTOR:
             self.metrics.actor_left(child.actor_id)
+        if self.ending is None:
+            self._report_lost(child, code).add_done_callback(lambda _: self.inbox.put(ChildGone(child, code)))
+        else:
+            self._child_gone(child, code, self.clock())
+
+    def _report_lost(self, child: Child, code: int) -> Future[None]:
+        pid, actor_id, incarnation = child.process.pid, child.actor_id, child.incarnation
+        if child.role is Role.LEARNER:
+            return self.server.submit(lambda coordinator, at: coordinator.learner_lost(at, pid))
+        reason = self._killed_for.get(pid, f"ended with {describe_exit(code)}")
+        return self.server.submit(lambda coordinator, at: coordinator.actor_lost(actor_id, incarnation, reason, at))
+
+    def _child_gone(self, child: Child, code: int, now: float) -> None:
+        words = self._words_of(child)
         if self.ending is not None:
             asked = child.process.pid in self._terminated or code in (0, -signal.SIGTERM)
             if not asked and self.ending.how is not How.FAILED:
@@ -230,11 +275,17 @@ class Supervisor:
         else:
             self._actor_ended(child, code, words, now)
 
+    def _words_of(self, child: Child) -> str:
+        """The last ones of a child that is gone: a traceback, or the end of its log and what its disk did not take."""
+        left = self._last_words.pop(child.process.pid, None)
+        if left is not None and left.traceback:
+            return left.traceback
+        tail = child.log_tail()
+        return tail if left is None or left.reason in tail else f"{tail}\n{left.reason}".strip()
+
     def _learner_ended(self, child: Child, code: int, words: str, now: float) -> None:
         """Another one goes on from the newest checkpoint, unless that would only end the same way."""
-        pid = child.process.pid
-        self.server.submit(lambda coordinator, at: coordinator.learner_lost(at, pid))
-        reason = self._killed_for.pop(pid, f"ended with {describe_exit(code)}")
+        reason = self._killed_for.pop(child.process.pid, f"ended with {describe_exit(code)}")
         delay = self.learners.after_death(child, reason, code, words, now)
         if delay is None:
             self._stop(Ending(How.FAILED, f"the learner {reason}", EXIT_FAILED))
@@ -243,7 +294,7 @@ class Supervisor:
 
     def _restore_learner(self) -> None:
         if self.ending is None and self.launcher is not None:
-            self._adopt(self.launcher.learner(restored=True))
+            self._start("the learner", partial(self.launcher.learner, restored=True))
 
     def _learner_stuck(self, pid: int, text: str) -> None:
         if (child := self._alive.get(pid)) is not None:
@@ -252,29 +303,27 @@ class Supervisor:
     def _actor_ended(self, child: Child, code: int, words: str, now: float) -> None:
         actor_id, incarnation = child.actor_id, child.incarnation
         reason = self._killed_for.pop(child.process.pid, f"ended with {describe_exit(code)}")
-        self.server.submit(lambda coordinator, at: coordinator.actor_lost(actor_id, incarnation, reason, at))
-        what = f"{child.name} {reason}"
-        if self.config.on_actor_failure is OnActorFailure.STOP:
-            self.journal.say(f"{what}; the run stops (on_actor_failure stop)\n{words}".rstrip())
-            self._stop(Ending(How.FAILED, f"actor {actor_id} {reason}", EXIT_FAILED))
-            return
-        delay = self.budget.spend(actor_id, now)
-        if delay is None:
-            self.journal.say(
-                f"{what}; the run stops: all {self.budget.max_restarts} restarts within {self.budget.window_s:g} s are "
-                f"used up (max_restarts, restart_window)\n{words}".rstrip()
-            )
-            self._stop(Ending(How.FAILED, f"actor {actor_id} {reason}, and no restart is left", EXIT_FAILED))
-            return
-        when = f"in {delay:g} s" if delay else "now"
-        count = f"restart {self.budget.spent} of {self.budget.max_restarts} within {self.budget.window_s:g} s"
-        self.journal.say(f"{what}; replaced {when} ({count})\n{words}".rstrip())
-        self.metrics.restarts += 1
-        self._after(delay, lambda: self._replace(actor_id, incarnation + 1))
+        match self.failures.after_death(child, reason, words, self._actors_left(), now):
+            case Ending() as ending:
+                self._stop(ending)
+            case None:
+                self.server.submit(lambda coordinator, at: coordinator.abandon_actor(actor_id, at))
+                self._end_without_actors()
+            case delay:
+                self._after(delay, lambda: self._replace(actor_id, incarnation + 1))
+
+    def _actors_left(self) -> int:
+        return sum(child.role is Role.ACTOR for child in self._alive.values()) + self.guests.actors
+
+    def _end_without_actors(self) -> None:
+        """Where nobody is replaced the run ends with its last actor; under `serve` others may come by themselves."""
+        given_up = self.launcher is not None and self.failures.some_given_up
+        if self.ending is None and given_up and not self._actors_left():
+            self._stop(self.failures.nobody_left())
 
     def _replace(self, actor_id: int, incarnation: int) -> None:
         if self.ending is None and self.launcher is not None:
-            self._adopt(self.launcher.actor(actor_id, incarnation))
+            self._start(f"actor {actor_id}", partial(self.launcher.actor, actor_id, incarnation))
 
     def _actor_stuck(self, event: events.ActorStuck) -> None:
         limit = f"step_timeout {self.config.step_timeout:g} s"
@@ -308,8 +357,8 @@ class Supervisor:
         return (role, pid) in self._started
 
     def _guest_failed(self, reason: str) -> None:
-        if self.config.on_actor_failure is OnActorFailure.STOP:
-            self._stop(Ending(How.FAILED, reason, EXIT_FAILED))
+        if self.ending is None and (ending := self.failures.after_guest(reason, self._actors_left())) is not None:
+            self._stop(ending)
 
     def _look_at_guests(self) -> None:
         self.guests.look()
@@ -339,10 +388,19 @@ class Supervisor:
             now=now,
             version=event.version,
         )
-        self.learners.finished(event.update)
+        text = self.metrics.checkpoint(event.update, event.checkpoint, event.checkpoint_failure)
         self.logs.write(event.env_steps, event.update, log_record(self.metrics.summary(now)))
         if event.checkpoint is not None:
             self.journal.note(f"checkpoint {event.checkpoint}")
+        if text is not None:
+            self.journal.say(text)
+
+    def _tell_losses(self) -> None:
+        """What the logs have lost goes to the terminal, to run.log once it takes it, and to whoever asks for status."""
+        self.journal.tell_losses()
+        if (total := self.journal.lost.total) != self.metrics.counters[LOG_WRITE_FAILURES]:
+            self.metrics.counters[LOG_WRITE_FAILURES] = total
+            self.server.submit(lambda coordinator, _at: coordinator.counted(LOG_WRITE_FAILURES, total))
 
     # The end
 
@@ -353,7 +411,8 @@ class Supervisor:
             for role in Role:
                 self.guests.give_up(role, self.clock() - self._stopping_since)
             return
-        self.journal.say(f"{interruption.name}: stopping, the learner saves a checkpoint (again: stop at once)")
+        saves = "" if self.config.deterministic else ", the learner saves a checkpoint"
+        self.journal.say(f"{interruption.name}: stopping{saves} (again: stop at once)")
         self._stop(Ending(How.INTERRUPTED, f"interrupted by {interruption.name}", interruption.exit_code))
 
     def _stop(self, ending: Ending) -> None:

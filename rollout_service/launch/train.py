@@ -11,25 +11,26 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final, TextIO
 
 from rollout_service.config import TrainConfig, check_fits_one_rollout
-from rollout_service.errors import ConfigError, ProtocolError, WaitTimedOut
+from rollout_service.errors import CheckpointError, ConfigError, ProtocolError, WaitTimedOut
 from rollout_service.launch import prepare
 from rollout_service.launch.children import Launcher
 from rollout_service.launch.cpu import cores_in_turn
-from rollout_service.launch.ending import Ending, How
+from rollout_service.launch.ending import EXIT_FAILED, Ending, How
 from rollout_service.launch.run import Door, Run, open_run
-from rollout_service.launch.rundir import RunDirectory, default_run_directory
+from rollout_service.launch.rundir import BestCheckpoint, RunDirectory, best_checkpoint, default_run_directory, unsaved
 from rollout_service.launch.signals import Interrupted, StopRequest, interruptions
 from rollout_service.launch.supervisor import Supervisor
 from rollout_service.memory.segment import new_run_token
 from rollout_service.observe.journal import Journal
 from rollout_service.observe.logs import RunLogs
-from rollout_service.observe.metrics import Summary, log_record
+from rollout_service.observe.losses import LostWrites
+from rollout_service.observe.metrics import LOG_WRITE_FAILURES, Summary, log_record
 from rollout_service.observe.progress import open_progress
 
 ACCOUNT_NOTE: Final = "account of env steps: "
@@ -46,14 +47,24 @@ class Outcome:
 
     def result(self) -> dict[str, object]:
         """The last line of `--json`."""
+        best = self.best
         return {
             "env_steps": self.summary.env_steps,
             "updates": self.summary.updates,
             "return_mean": self.summary.return_mean,
             "success_rate": self.summary.success_rate,
             "steps_per_second": self.summary.steps_per_second,
+            "counters": dict(self.summary.counters),
+            "checkpoint_missing_since": self.summary.checkpoint_missing_since,
+            "best_checkpoint": None if best is None else str(best.path),
+            "best_return_mean": None if best is None else best.return_mean,
             "run_dir": str(self.run_dir),
         }
+
+    @property
+    def best(self) -> BestCheckpoint | None:
+        """The checkpoint with the highest return_mean."""
+        return best_checkpoint(self.run_dir)
 
 
 def train(config: TrainConfig, *, stream: TextIO | None = None) -> Outcome:
@@ -68,6 +79,8 @@ def train(config: TrainConfig, *, stream: TextIO | None = None) -> Outcome:
         if config.pin_actors:
             pinned = ", ".join(str(launcher.core_of(actor_id)) for actor_id in range(run.num_actors))
             run.journal.say(f"actors keep to cores {pinned}, one each; the learner is not bound")
+        if (more := (config.max_actors or 0) - run.num_actors) > 0:
+            run.journal.say(f"  up to {more} more may join   python -m workers --connect {run.endpoint}")
         return _conduct(run, launcher)
 
 
@@ -86,7 +99,8 @@ def serve(
     with open_run(config, stream=stream, door=door) as run:
         (announce or _print_line)(run.endpoint)
         for module, count in (("learner", 1), ("workers", run.num_actors)):
-            run.journal.say(f"  start {count} x   python -m {module} --connect {run.endpoint}")
+            up_to = f" to {config.max_actors}" if module == "workers" and config.max_actors else ""
+            run.journal.say(f"  start {count}{up_to} x   python -m {module} --connect {run.endpoint}")
         return _conduct(run, None)
 
 
@@ -98,6 +112,8 @@ def _conduct(run: Run, launcher: Launcher | None) -> Outcome:
     ending = Supervisor(run, launcher).run()
     with suppress(WaitTimedOut, ProtocolError):  # of a service that has failed; the run's end says so
         run.journal.note(f"{ACCOUNT_NOTE}{json.dumps(run.server.report()['account'])}")
+    if run.config.deterministic and ending.how is not How.FINISHED:
+        run.journal.say(unsaved(run.path, run.metrics.updates))
     run.journal.note(f"{ending.how.value}: {ending.reason}")
     return Outcome(ending, run.metrics.summary(time.monotonic()), run.path)
 
@@ -123,39 +139,58 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
         path = config.run_dir or default_run_directory(config.env, new_run_token(), datetime.now().astimezone())
         config = config.model_copy(update={"run_dir": path})
         run_dir = stack.enter_context(RunDirectory(path, resume=config.resume))
-        progress = open_progress(f"{config.env}  {path}", stream)
+        lost = LostWrites()
+        progress = open_progress(f"{config.env}  {path}", stream, lost)
         stack.callback(progress.close)
-        journal = stack.enter_context(Journal(path / "run.log", progress))
+        journal = stack.enter_context(Journal(path / "run.log", progress, lost))
         if run_dir.moved_aside is not None:
             journal.say(f"an earlier run's files were moved to {run_dir.moved_aside}")
         run_dir.save(config)
         journal.say(f"{sizing}, all in this process  {path}")
         logs = stack.enter_context(
-            RunLogs(path, tensorboard=config.tensorboard, resume_at=run_dir.resume_point.env_steps)
+            RunLogs(path, tensorboard=config.tensorboard, resume_at=run_dir.resume_point.env_steps, lost=lost)
         )
         logs.open()
         last: list[Summary] = []
 
         def note(update: SerialUpdate) -> None:
-            last[:] = [update.summary]
-            logs.write(update.summary.env_steps, update.summary.updates, log_record(update.summary))
-            progress.show(update.summary)
+            summary = _with_losses(update.summary, lost)
+            last[:] = [summary]
+            for line in update.remarks:
+                journal.say(line)
+            logs.write(summary.env_steps, summary.updates, log_record(summary))
+            journal.tell_losses()
+            progress.show(summary)
 
-        saved = "with a checkpoint"
+        saved, failure = "with a checkpoint", ""
         try:
             run_serial(config, note, stop)
         except KeyboardInterrupt:
             if stop.first is None:
                 raise
             saved = "at once, without another checkpoint"
+        except CheckpointError as error:
+            if not last:
+                raise
+            saved = failure = f"but the last is not saved: {error}"
         finally:
             stop.close()
         if stop.first is not None:
             if not last:
                 raise Interrupted(stop.first)
+            if config.deterministic and not failure:
+                saved = unsaved(path, last[0].updates)
             journal.say(f"{stop.first.name}: stopped after update {last[0].updates}, {saved}")
             reason = f"interrupted by {stop.first.name}"
-            return Outcome(Ending(How.INTERRUPTED, reason, stop.first.exit_code), last[0], path)
+            return Outcome(Ending(How.INTERRUPTED, reason, stop.first.exit_code), _with_losses(last[0], lost), path)
         if not last:
             raise ConfigError(f"nothing left to train: {path} has all its updates; raise total_steps")
-        return Outcome(Ending(How.FINISHED, "finished", 0), last[0], path)
+        if failure:
+            reason = f"all {last[0].updates} updates were made, {failure}"
+            return Outcome(Ending(How.FAILED, reason, EXIT_FAILED), _with_losses(last[0], lost), path)
+        return Outcome(Ending(How.FINISHED, "finished", 0), _with_losses(last[0], lost), path)
+
+
+def _with_losses(summary: Summary, lost: LostWrites) -> Summary:
+    """The figures of a serial run and what its logs, which it does not see, have lost."""
+    return replace(summary, counters={**summary.counters, **({LOG_WRITE_FAILURES: lost.total} if lost.total else {})})

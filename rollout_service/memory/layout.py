@@ -75,7 +75,7 @@ class SegmentHeader:
     pid: int
     """Of the owner, as the owner saw it: in another pid namespace it means nothing."""
     created: float
-    """Unix time."""
+    """Seconds since the machine's start."""
     ready: bool = False
 
     def pack(self) -> bytes:

@@ -260,7 +260,7 @@ class Segment:
                 name = segment_name(new_run_token(), kind)
         else:
             raise SegmentError(f"{CREATE_ATTEMPTS} random names in a row were taken, the last was {name}; see `clean`")
-        header = SegmentHeader(layout_version, offset, nbytes, len(layout), len(spec), os.getpid(), time.time())
+        header = SegmentHeader(layout_version, offset, nbytes, len(layout), len(spec), os.getpid(), _since_boot())
         document = header.pack() + layout + spec
         _mapped(shm)[: len(document)] = np.frombuffer(document, np.uint8)
         return cls(name, shm, header, lock)
@@ -382,18 +382,26 @@ class SegmentInfo:
     spec: bytes
 
 
-def list_segments(*, now: float | None = None) -> list[SegmentInfo]:
-    """Every segment of this project that this user may open, by name. `now`: Unix time."""
-    return list(_examine_all(time.time() if now is None else now, remove=False))
+def list_segments() -> list[SegmentInfo]:
+    """Every segment of this project that this user may open, by name."""
+    return list(_examine_all(0.0, remove=False))
 
 
-def sweep(dry_run: bool = False, *, now: float | None = None) -> list[SegmentInfo]:
-    """Remove (or only list) the segments whose owner is gone. Living runs and foreign files are never touched."""
-    found = _examine_all(time.time() if now is None else now, remove=not dry_run)
+def sweep(dry_run: bool = False, *, in_seconds: float = 0.0) -> list[SegmentInfo]:
+    """Remove (or only list) the segments whose owner is gone. Living runs and foreign files are never touched.
+
+    in_seconds: judges them as old as they will be then.
+    """
+    found = _examine_all(in_seconds, remove=not dry_run)
     return [segment for segment in found if not segment.owner_alive]
 
 
-def _examine_all(now: float, *, remove: bool) -> Iterator[SegmentInfo]:
+def _since_boot() -> float:
+    """Seconds on a clock that all processes share and nobody can set; a segment does not outlive it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _examine_all(in_seconds: float, *, remove: bool) -> Iterator[SegmentInfo]:
     if not SHARED_MEMORY.is_dir():
         return
     for name in sorted(os.listdir(SHARED_MEMORY)):
@@ -411,7 +419,9 @@ def _examine_all(now: float, *, remove: bool) -> Iterator[SegmentInfo]:
                 continue
             stat = os.fstat(fd)
             ready = header is not None and header.ready
-            age = max(0.0, now - (header.created if header is not None else stat.st_ctime))
+            # Without a header there is only the file system's stamp; if the clock jumps just then, `_create` sees it.
+            age = _since_boot() - header.created if header is not None else time.time() - stat.st_ctime
+            age = max(0.0, age) + in_seconds
             # The owner locks before it marks ready; a young unready one is not probed, the probe could be in its way.
             alive = (not ready and age < UNREADY_GRACE_S) or not _lock(fd, exclusive=False)
             if remove and not alive:

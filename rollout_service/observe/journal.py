@@ -1,7 +1,7 @@
 """`run.log`: what the supervisor said, with the time, kept in the run directory; the same lines go to the terminal.
 
 Writer: the supervisor's main thread. Readers: people, after the fact.
-What must never happen: a death of an actor that left no trace on disk.
+What must never happen: a death of an actor that left no trace on disk, as long as the disk takes anything.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rollout_service.observe.appending import AppendedFile
+from rollout_service.observe.losses import LostWrites
 from rollout_service.observe.progress import Progress
 
 
 class Journal:
     """Says things to the terminal, and to a file once the run directory exists."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
+    def __init__(self, path: Path, progress: Progress, lost: LostWrites) -> None:
+        self.lost = lost
+        """What this and the other logs of the run could not write."""
         self._progress = progress
-        self._file = path.open("a", encoding="utf-8", errors="replace")
+        self._file = AppendedFile(path, lost)
 
     def say(self, text: str) -> None:
         """One message, perhaps of several lines, to both places."""
@@ -28,8 +32,13 @@ class Journal:
 
     def note(self, text: str) -> None:
         """To the file only."""
-        self._file.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {text}\n")
-        self._file.flush()
+        stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        self._file.append(f"{stamp} {text}\n".encode(errors="replace"))
+
+    def tell_losses(self) -> None:
+        """Says what has been lost since, if that is worth a word."""
+        for text in self.lost.news():
+            self.say(text)
 
     def close(self) -> None:
         self._file.close()

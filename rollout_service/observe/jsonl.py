@@ -3,37 +3,45 @@
 Writer: the supervisor's main thread, the only one. Readers: plots, tests, people.
 What must never happen: two curves in one file. A resumed run, or a run whose learner was restored, goes on from a
 checkpoint: lines beyond that step, written by the part of the run that was lost, are dropped before the first new one.
+Left to others: a disk that takes no line (appending).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rollout_service.observe.appending import AppendedFile
+from rollout_service.observe.losses import LostWrites
+
 
 class JsonLog:
-    """Appends one JSON object per line. Flushed per line: what a killed run wrote is there."""
+    """Appends one JSON object per line. Nothing is buffered: what a killed run wrote is there."""
 
-    def __init__(self, path: Path, *, resume_at: int = 0) -> None:
+    def __init__(self, path: Path, lost: LostWrites, *, resume_at: int = 0) -> None:
         """resume_at: env steps of the checkpoint the run goes on from; 0 starts the file anew."""
+        self.reaches = 0
+        """Env steps of the last line."""
         self._path = path
-        keep_lines_up_to(path, resume_at)
-        self._file = path.open("a", encoding="utf-8")
+        self._lost = lost
+        self._file = AppendedFile(path, lost)
+        self.cut_back(resume_at)
 
     def write(self, env_steps: int, update: int, wall_time: float, scalars: Mapping[str, float]) -> None:
         entry = {"env_steps": env_steps, "update": update, "wall_time": round(wall_time, 3), **scalars}
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(entry).encode() + b"\n")
+        self.reaches = env_steps
 
     def cut_back(self, env_steps: int) -> None:
-        """Drops the lines beyond `env_steps`; the next one follows what is left. Readers find a new file."""
-        self._file.close()
-        keep_lines_up_to(self._path, env_steps)
-        self._file = self._path.open("a", encoding="utf-8")
+        """Drops the lines beyond `env_steps`, and one that a crash cut short; the next one follows what is left."""
+        try:
+            length, self.reaches = part_up_to(self._path, env_steps)
+            self._file.cut(length)
+        except OSError as error:
+            self._lost.failed(self._path.name, error.strerror)
 
     def close(self) -> None:
         self._file.close()
@@ -47,17 +55,20 @@ class JsonLog:
         self.close()
 
 
-def keep_lines_up_to(path: Path, env_steps: int) -> None:
-    """Rewrites the log without entries beyond `env_steps` and without a line that a crash cut short."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if 0 < _steps_of(line) <= env_steps]
-    replacement = path.with_suffix(".rewriting")
-    replacement.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    os.replace(replacement, path)
+def part_up_to(path: Path, env_steps: int) -> tuple[int, int]:
+    """The log before its first line that is beyond `env_steps`, or not whole: its bytes, and how far it reaches."""
+    length = reaches = 0
+    if env_steps and path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                steps = _steps_of(line)
+                if not line.endswith(b"\n") or not 0 < steps <= env_steps:
+                    break
+                length, reaches = length + len(line), steps
+    return length, reaches
 
 
-def _steps_of(line: str) -> int:
+def _steps_of(line: bytes) -> int:
     try:
         return int(json.loads(line)["env_steps"])
     except (ValueError, KeyError, TypeError):

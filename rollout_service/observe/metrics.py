@@ -11,14 +11,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Final, Protocol
+from typing import Final
 
 from rollout_service.control.waits import Pace, Slowest, WaitShares
+from rollout_service.observe.losses import MissingCheckpoints
+from rollout_service.tally import FinishedEpisode, Tally, TallyRecord
 
-RETURN_WINDOW: Final = 100
-"""return_mean and length_mean are over the last this many finished episodes."""
-SUCCESS_WINDOW: Final = 1000
-"""success_rate is over the last this many finished episodes that report success."""
+LOG_WRITE_FAILURES: Final = "log_write_failures"
+"""Counts entries of logs that could not be written (losses)."""
 RECENT_UPDATES: Final = 20
 """Window of the time split and of the rate behind the time left."""
 
@@ -27,17 +27,6 @@ WAIT: Final = "wait"
 """What is left of the time between two commits, or two updates: waiting for the other side."""
 COLLECT_INNER: Final = ("policy", "env")
 """Phases that an actor's `collect` contains; the rest of it is writing rows."""
-
-
-class FinishedEpisode(Protocol):
-    """What is read of an episode: raw reward sum, length in env steps, success if the env reports it."""
-
-    @property
-    def total_reward(self) -> float: ...
-    @property
-    def length(self) -> int: ...
-    @property
-    def success(self) -> bool | None: ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +49,7 @@ class Summary:
     elapsed_s: float
     actors_alive: int
     num_actors: int
+    """That the run begins with."""
     restarts: int
     slowest_actor: int | None
     """The actor that the others waited for longest, over the last minute; in streaming the one that brings least."""
@@ -75,8 +65,12 @@ class Summary:
     """Of the weights that the last update made."""
     learner_restarts: int = 0
     streaming: bool = False
+    max_actors: int | None = None
+    """That may be there at once; None: num_actors."""
     policy_lags: Mapping[int, int] = field(default_factory=dict)
     """Policy lag in updates -> rollouts trained on with it, so far."""
+    checkpoint_missing_since: int | None = None
+    """The first update whose checkpoint was due and could not be written, until one is."""
 
 
 @dataclass
@@ -87,6 +81,7 @@ class RunMetrics:
     total_updates: int
     num_actors: int
     started: float
+    max_actors: int | None = None
     streaming: bool = False
     """Nobody waits for anybody: who is slow brings less."""
     env_steps: int = 0
@@ -94,21 +89,23 @@ class RunMetrics:
     restarts: int = 0
     learner_restarts: int = 0
     version: int | None = None
-    episodes: int = 0
     figures: dict[str, float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    policy_lags: Counter[int] = field(default_factory=Counter)
-    """Policy lag -> rollouts trained on with it."""
+    """What became of processes and rollouts."""
+    tally: Tally = field(default_factory=Tally)
+    """What the rollouts said."""
+    missing: MissingCheckpoints = field(default_factory=MissingCheckpoints)
 
     def __post_init__(self) -> None:
+        self.furthest = self.updates
+        """The highest update that was ever finished."""
         self._steps_before = self.env_steps
         self._first_step: float | None = None
         self._last_update: float | None = None
         self._alive: set[int] = set()
-        self._returns: deque[float] = deque(maxlen=RETURN_WINDOW)
-        self._lengths: deque[int] = deque(maxlen=RETURN_WINDOW)
-        self._successes: deque[bool] = deque(maxlen=SUCCESS_WINDOW)
-        self._actor_phases: deque[Mapping[str, float]] = deque(maxlen=RECENT_UPDATES * self.num_actors)
+        self._actor_phases: deque[Mapping[str, float]] = deque(
+            maxlen=RECENT_UPDATES * (self.max_actors or self.num_actors)
+        )
         self._learner_phases: deque[Mapping[str, float]] = deque(maxlen=RECENT_UPDATES)
         self._last_commit: dict[int, float] = {}
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT_UPDATES + 1)
@@ -149,7 +146,7 @@ class RunMetrics:
         if self._last_update is None and (self._first_step is None or now - busy < self._first_step):
             self._first_step = now - busy
         if slot is None:
-            self._count(episodes)
+            self.tally.finish(episodes)
         else:
             self._unordered += [(slot, episode) for episode in episodes]
         if actor_id is not None:
@@ -158,7 +155,7 @@ class RunMetrics:
             self._last_commit[actor_id] = now
             self._pace.add(actor_id, env_steps, now)
         self._actor_phases.append(phases)
-        self.counters.update(counters)
+        self.tally.count(counters)
 
     def batch(
         self,
@@ -174,23 +171,15 @@ class RunMetrics:
 
         partial, late: how many slots were cut short, or left out. lags: policy lag of each rollout, in updates.
         """
-        self._count(episode for _, episode in sorted(self._unordered, key=itemgetter(0)))
+        self.tally.finish(episode for _, episode in sorted(self._unordered, key=itemgetter(0)))
         self._unordered.clear()
         self._waits.add(waited_for, wait_s, now)
         self.counters.update({"partial_rollouts": partial, "late_actors": late})
-        self.policy_lags.update(lags)
+        self.tally.policy_lags.update(lags)
 
     def too_old(self, env_steps: int) -> None:
         """A rollout was dropped because of its policy lag."""
         self.counters.update({"dropped_over_lag": 1, "dropped_over_lag_env_steps": env_steps})
-
-    def _count(self, episodes: Iterable[FinishedEpisode]) -> None:
-        for episode in episodes:
-            self.episodes += 1
-            self._returns.append(episode.total_reward)
-            self._lengths.append(episode.length)
-            if episode.success is not None:
-                self._successes.append(episode.success)
 
     def slowest(self) -> Slowest | None:
         """The actor that the others waited for longest; in streaming the one that brings fewest steps."""
@@ -208,6 +197,7 @@ class RunMetrics:
     ) -> None:
         """One finished update. env_steps: env steps consumed up to and including it. version: of its weights."""
         self.updates, self.env_steps, self.version = update, env_steps, version
+        self.furthest = max(self.furthest, update)
         self.figures = dict(figures)
         phases = dict(seconds)
         if self._last_update is not None:
@@ -215,6 +205,17 @@ class RunMetrics:
         self._last_update = now
         self._learner_phases.append(phases)
         self._marks.append((now, env_steps))
+
+    def checkpoint(self, update: int, written: object, failure: str | None) -> str | None:
+        """What became of the checkpoint behind an update. Returns what to say of it, if anything."""
+        text = self.missing.notice(update, written, failure)
+        self.counters["checkpoint_failures"] = self.missing.failures
+        return text
+
+    def restore(self, tally: TallyRecord) -> None:
+        """A learner is ready, as of whose last update this is the tally."""
+        self.tally.restore(tally)
+        self._unordered.clear()
 
     def go_back(self, *, update: int, env_steps: int, now: float) -> None:
         """The run goes on from a checkpoint; what came after it was lost."""
@@ -232,10 +233,10 @@ class RunMetrics:
             total_steps=self.total_steps,
             updates=self.updates,
             total_updates=self.updates + max(0, left) // full_rollout,
-            episodes=self.episodes,
-            return_mean=_mean(self._returns),
-            success_rate=_mean(self._successes),
-            length_mean=_mean(self._lengths),
+            episodes=self.tally.episodes,
+            return_mean=self.tally.return_mean,
+            success_rate=self.tally.success_rate,
+            length_mean=self.tally.length_mean,
             steps_per_second=self._overall_rate(),
             recent_steps_per_second=recent,
             eta_s=max(left, 0) / recent if recent else None,
@@ -248,11 +249,13 @@ class RunMetrics:
             actor_split=_split(self._actor_phases),
             learner_split=_split(self._learner_phases),
             figures=self.figures,
-            counters={name: count for name, count in self.counters.items() if count},
+            counters=dict(self.tally.counters + self.counters),
             version=self.version,
             learner_restarts=self.learner_restarts,
             streaming=self.streaming,
-            policy_lags=dict(sorted(self.policy_lags.items())),
+            max_actors=self.max_actors,
+            policy_lags=dict(sorted(self.tally.policy_lags.items())),
+            checkpoint_missing_since=self.missing.since,
         )
 
     def _overall_rate(self) -> float | None:
@@ -281,6 +284,7 @@ def log_record(summary: Summary) -> dict[str, float]:
         f"actors/slowest_{'behind' if summary.streaming else 'waited'}_share": summary.slowest_share,
         "learner/restarts": summary.learner_restarts,
         "learner/version": summary.version,
+        "learner/checkpoint_missing_since": summary.checkpoint_missing_since,
         **{f"learner/{name}": value for name, value in summary.figures.items()},
         **{f"split_actor/{name}": value for name, value in summary.actor_split.items()},
         **{f"split_learner/{name}": value for name, value in summary.learner_split.items()},
@@ -296,10 +300,6 @@ def disjoint(seconds: Mapping[str, float]) -> dict[str, float]:
     if (whole := phases.pop("collect", None)) is not None:
         phases["write"] = max(0.0, whole - sum(phases.get(name, 0.0) for name in COLLECT_INNER))
     return phases
-
-
-def _mean(values: deque[float] | deque[int] | deque[bool]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _split(phases: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Progress in the terminal: a live panel on a terminal, plain lines elsewhere. And the table at a run's end.
 
 Writer: the supervisor's main thread. Reader: a person, or a log file.
-What must never happen: control characters in a log file, a line per update, or progress on stdout (that is for
-results). Leaves to others: every number (`metrics`).
+What must never happen: control characters in a log file, a line per update, progress on stdout (that is for results),
+or an end of the run because its progress went to a full disk. Leaves to others: every number (`metrics`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
-from rollout_service.observe.metrics import Summary
+from rollout_service.control.messages import DROPPED_EPISODES
+from rollout_service.observe.losses import LostWrites
+from rollout_service.observe.metrics import LOG_WRITE_FAILURES, Summary
 from rollout_service.observe.stragglers import NOTICED_SHARE
+from rollout_service.streams import lenient
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -45,9 +48,14 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-def open_progress(title: str, stream: TextIO | None = None) -> Progress:
-    """The live panel if `stream` (stderr by default) is a terminal, plain lines otherwise."""
+def open_progress(title: str, stream: TextIO | None = None, lost: LostWrites | None = None) -> Progress:
+    """The live panel if `stream` (stderr by default) is a terminal, plain lines otherwise.
+
+    lost: hears of what the stream did not take.
+    """
+    told = lost if lost is not None else LostWrites()
     stream = stream if stream is not None else sys.stderr
+    stream = lenient(stream, lambda error: told.failed("the progress", error.strerror))
     return LiveProgress(title, stream) if stream.isatty() else PlainProgress(stream)
 
 
@@ -104,7 +112,7 @@ class LiveProgress:
 
 def joined_line(summary: Summary) -> str:
     """How far the start is."""
-    return f"{summary.actors_alive} of {summary.num_actors} actors ready after {summary.elapsed_s:.1f} s"
+    return f"{summary.actors_alive} of {_places(summary)} actors ready after {summary.elapsed_s:.1f} s"
 
 
 def plain_line(summary: Summary) -> str:
@@ -118,7 +126,7 @@ def plain_line(summary: Summary) -> str:
         f"length {_number(summary.length_mean, 1)}",
         f"{_rate(summary.recent_steps_per_second)} steps/s",
         f"eta {_clock(summary.eta_s)}",
-        f"actors {summary.actors_alive}/{summary.num_actors}",
+        f"actors {summary.actors_alive}/{_places(summary)}",
         *([f"restarts {summary.restarts}"] if summary.restarts else []),
         *(
             [f"{_slow_word(summary)} actor {summary.slowest_actor} {summary.slowest_share:.0%}"]
@@ -128,6 +136,12 @@ def plain_line(summary: Summary) -> str:
         *([f"learner restarts {summary.learner_restarts}"] if summary.learner_restarts else []),
     ]
     return "  ".join(parts)
+
+
+def _places(summary: Summary) -> str:
+    """How many actors there should be: `2`, or `2..4` where others may join."""
+    most = summary.max_actors or summary.num_actors
+    return f"{summary.num_actors}..{most}" if most > summary.num_actors else f"{summary.num_actors}"
 
 
 def _slow_word(summary: Summary) -> str:
@@ -170,10 +184,10 @@ def panel(title: str, summary: Summary) -> Panel:
     restarts = f"   restarts {summary.restarts}" if summary.restarts else ""
     slowest = (
         f"   slowest {summary.slowest_actor} ({_slowness(summary)})"
-        if summary.slowest_actor is not None and summary.num_actors > 1
+        if summary.slowest_actor is not None and (summary.max_actors or summary.num_actors) > 1
         else ""
     )
-    rows.add_row("actors", f"{summary.actors_alive}/{summary.num_actors}{restarts}{slowest}")
+    rows.add_row("actors", f"{summary.actors_alive}/{_places(summary)}{restarts}{slowest}")
     for label, split in (("actor time", summary.actor_split), ("learner time", summary.learner_split)):
         if split:
             rows.add_row(label, split_text(split))
@@ -195,8 +209,8 @@ def result_table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
-def result_rows(summary: Summary, run_dir: str) -> dict[str, str]:
-    """What the table says of a finished run."""
+def result_rows(summary: Summary, run_dir: str, best: tuple[str, float] | None = None) -> dict[str, str]:
+    """What the table says of a finished run. best: name and return_mean of its best checkpoint."""
     return {
         "env steps": f"{summary.env_steps:,}",
         "updates": f"{summary.updates:,}",
@@ -207,6 +221,9 @@ def result_rows(summary: Summary, run_dir: str) -> dict[str, str]:
         "time": _clock(summary.elapsed_s),
         **({"restarts": str(summary.restarts)} if summary.restarts else {}),
         **({"learner restarts": str(summary.learner_restarts)} if summary.learner_restarts else {}),
+        **({"dropped episodes": f"{dropped:,}"} if (dropped := summary.counters.get(DROPPED_EPISODES)) else {}),
+        **({"log entries lost": f"{lost:,}"} if (lost := summary.counters.get(LOG_WRITE_FAILURES)) else {}),
+        **({} if best is None else {"best": f"{best[0]}, return {_number(best[1])}"}),
         "run directory": run_dir,
     }
 

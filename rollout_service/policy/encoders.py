@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from rollout_service.policy import kernels
 from rollout_service.policy.spaces import image_size, input_size
 from rollout_service.runspec import Leaf
 
@@ -83,7 +84,8 @@ class Encoder(nn.Module):
         # cat also copies a lone leaf to aligned memory: rows read from a shared slot may start anywhere, and a matrix
         # product may round differently there.
         lone = len(features) == 1 and features[0].is_contiguous() and features[0].data_ptr() % ALIGNMENT == 0
-        return tanh_linear(features[0] if lone else torch.cat(features, dim=1), self.linear.weight, self.linear.bias)
+        apply = kernels.tanh_linear if kernels.takes(self.linear.weight) else tanh_linear
+        return apply(features[0] if lone else torch.cat(features, dim=1), self.linear.weight, self.linear.bias)
 
 
 def tanh_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

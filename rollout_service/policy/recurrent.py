@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from rollout_service.errors import ShapeError, StateMissing
+from rollout_service.policy import kernels
 from rollout_service.policy.encoders import HIDDEN_GAIN, orthogonal_linear
-from rollout_service.policy.resets import plan_resets
+from rollout_service.policy.resets import ResetPlan, in_place, lay_out, plan_resets
 
 HIDDEN, CELL = "hidden", "cell"
 SHUT = -1e4
@@ -66,10 +67,15 @@ class Core(Protocol):
         """The same as `sequence`."""
         ...
 
-    def padded(self, x: Tensor, flags: Tensor | None, initial_state: Mapping[str, Tensor]) -> Tensor:
-        """`sequence` over rows that are laid out already (resets.py), time-major: x [P, n, D] -> out [P, n, H].
+    @property
+    def resets_in_place(self) -> bool:
+        """Whether `padded` needs no inserted steps. It may change with the device."""
+        ...
 
-        flags: float32 [P, n, 1], 1 where no real step is, or None where every place is one; x is finite there too.
+    def padded(self, x: Tensor, flags: Tensor | None, initial_state: Mapping[str, Tensor]) -> Tensor:
+        """`sequence` over rows that are laid out already, by `plan_for`, time-major: x [P, n, D] -> out [P, n, H].
+
+        flags: the plan's, float32 [P, n, 1], or None where all are 0; x is finite everywhere.
         initial_state is zero for a sequence that begins with an episode's start.
         """
         ...
@@ -193,17 +199,32 @@ class LSTMCore(nn.Module):
 
     def _whole(self, x: Tensor, starts: Tensor, hidden: Tensor, cell: Tensor) -> Tensor:
         """One kernel call per layer; zero state has been selected into column 0 already."""
+        if self.resets_in_place:
+            return self._in_place(x.transpose(0, 1), starts.t().to(x.dtype), hidden, cell).transpose(0, 1)
         plan = plan_resets(starts)
         if plan is None:
             return self._layers(x.transpose(0, 1), None, hidden, cell).transpose(0, 1)
         return plan.gather(self._layers(plan.spread(x), plan.flags, hidden, cell))
 
+    @property
+    def resets_in_place(self) -> bool:
+        return self.hidden_dim % kernels.UNITS == 0 and kernels.takes(self.layer_weights(0)[1])
+
     def padded(self, x: Tensor, flags: Tensor | None, initial_state: Mapping[str, Tensor]) -> Tensor:
+        hidden, cell = initial_state[HIDDEN], initial_state[CELL]
+        if self.resets_in_place:
+            return self._in_place(x, x.new_zeros(x.shape[:2]) if flags is None else flags, hidden, cell)
         flagged = x if flags is None else torch.cat([x, flags], dim=2)
-        return self._layers(flagged, flags, initial_state[HIDDEN], initial_state[CELL])
+        return self._layers(flagged, flags, hidden, cell)
+
+    def _in_place(self, x: Tensor, starts: Tensor, hidden: Tensor, cell: Tensor) -> Tensor:
+        """x [T, n, D], starts [T, n] -> [T, n, H], by the compiled kernel."""
+        for layer in range(self.num_layers):
+            x = kernels.lstm_layer(x, starts, hidden[layer], cell[layer], self.layer_weights(layer))
+        return x
 
     def _layers(self, x: Tensor, flags: Tensor | None, hidden: Tensor, cell: Tensor) -> Tensor:
-        """x [P, n, D], or with flags [P, n, D + 1] -> [P, n, H].
+        """x [P, n, D], or with flags [P, n, D + 1] -> [P, n, H], by torch's kernel.
 
         One call per layer even without resets, so that both forms round alike; a call over layers cannot reset.
         """
@@ -277,8 +298,17 @@ class FeedForwardCore(nn.Module):
     def sequence(self, x: Tensor, starts: Tensor, initial_state: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002
         return torch.tanh_(self.linear(x))
 
+    @property
+    def resets_in_place(self) -> bool:
+        return True
+
     def padded(self, x: Tensor, flags: Tensor | None, initial_state: Mapping[str, Tensor]) -> Tensor:  # noqa: ARG002
         return torch.tanh_(self.linear(x))
+
+
+def plan_for(core: Core, starts: Tensor) -> ResetPlan:
+    """How rows are laid out for `padded`. starts: bool [n, T], where an episode starts."""
+    return in_place(starts) if core.resets_in_place else lay_out(starts)
 
 
 def chrono_biases(hidden_dim: int, chrono_max: float, generator: torch.Generator) -> Tensor:

@@ -12,6 +12,8 @@ their last step, where nothing is read.
 Places without a real step hold whatever row is at hand: what goes into a shut gate does not count, so long as it is
 finite, and nothing comes back from there.
 
+A kernel that can zero its state, or has none, needs nothing inserted: `in_place`.
+
 Pure index arithmetic; read by recurrent.py, and by the learner, which lays out a rollout once and takes minibatches
 from it. Left to others: the state at the first column, chosen before the kernel runs.
 
@@ -40,7 +42,7 @@ class ResetPlan:
     source: Tensor
     """int64 [P * n]: the env-major row (sequence * T + step) that each place holds; 0 where no real step is."""
     flags: Tensor
-    """float32 [P, n, 1]: 1 wherever no real step is."""
+    """float32 [P, n, 1]: 1 wherever no real step is; in place, where an episode starts."""
     lengths: Tensor
     """int64 [n]: padded steps up to and with each sequence's last real one; P is the largest."""
 
@@ -96,6 +98,20 @@ def plan_resets(starts: Tensor) -> ResetPlan | None:
     """
     plan = lay_out(starts)
     return plan if plan.num_steps > starts.shape[1] else None
+
+
+def in_place(starts: Tensor) -> ResetPlan:
+    """Time-major order and nothing more: P is T, and every place is a real step."""
+    num_rows, num_steps = starts.shape
+    rows = torch.arange(num_rows * num_steps, device=starts.device)
+    return ResetPlan(
+        num_steps=num_steps,
+        num_rows=num_rows,
+        real=rows.view(num_steps, num_rows).t().reshape(-1),
+        source=rows.view(num_rows, num_steps).t().reshape(-1),
+        flags=starts.t().to(torch.float32, memory_format=torch.contiguous_format).unsqueeze(2),
+        lengths=torch.full((num_rows,), num_steps, device=starts.device),
+    )
 
 
 def lay_out(starts: Tensor) -> ResetPlan:

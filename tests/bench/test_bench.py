@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -40,6 +41,12 @@ from rollout_service.errors import ConfigError, RunFailed, WaitTimedOut
 ROOT = Path(__file__).parents[2]
 TINY_RUN = train.Case("tiny", NULL_ENV, 4, 2, num_steps=8, hidden_dim=8, encoder_dim=8, minibatches=2)
 
+
+@functools.cache
+def waiting_processes() -> Report:
+    return waiting.measure(1, watched_s=0.8, wake_ups=2, actors=1, modes=("streaming",))
+
+
 SUBJECTS_AT_TINY_SIZES: dict[str, tuple[Callable[[], Report], set[str]]] = {
     "write": (
         lambda: write.measure(2, envs=(2,), steps=4),
@@ -55,7 +62,8 @@ SUBJECTS_AT_TINY_SIZES: dict[str, tuple[Callable[[], Report], set[str]]] = {
     ),
     "sequence": (
         lambda: sequence.measure(2, rows=(3,), steps=8, inputs=4, hidden_dim=4),
-        {"none_ms", "few_ms", "many_ms", "cells_ms", "few_to_none", "many_to_none", "many_to_cells",
+        {"none_ms", "few_ms", "many_ms", "cells_ms", "few_to_none", "many_to_none", "none_to_cells", "few_to_cells",
+         "many_to_cells",
          "few_resets_per_row", "many_resets_per_row"},
     ),
     "materialize": (
@@ -85,7 +93,7 @@ SUBJECTS_AT_TINY_SIZES: dict[str, tuple[Callable[[], Report], set[str]]] = {
          "slower_than_one_actor"},
     ),
     "waiting": (
-        lambda: waiting.measure(1, watched_s=0.2, wake_ups=2, actors=1, modes=("streaming",)),
+        waiting_processes,
         {"learner_paused_actors_share", "learner_paused_service_share", "actors_paused_learner_share",
          "actors_paused_service_share", "wake_learner_us", "wake_actor_us"},
     ),
@@ -111,6 +119,15 @@ def test_a_subject_gives_its_figures_in_every_case(subject: str):
             assert figures[f"{ratio}_low"] <= figures[ratio] <= figures[f"{ratio}_high"]
     again = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert [case["case"] for case in again["cases"]] == list(report.cases)
+
+
+def test_nobody_who_waits_spins_or_looks_only_now_and_then():
+    """Generous: they need below a hundredth of a core, and well below a millisecond."""
+    (figures,) = waiting_processes().cases.values()
+    shares = {name: value for name, value in figures.items() if name.endswith("_share")}
+    assert len(shares) == 4
+    assert max(shares.values()) < 0.3
+    assert max(figures["wake_learner_us"], figures["wake_actor_us"]) < 200_000
 
 
 # The sides of a comparison do the same work

@@ -10,17 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_service.control.admission import TOLD_REFUSALS
-from rollout_service.control.coordinator import COUNTERS_KEPT, LARGEST_COUNT, Coordinator, Notify, Send
+from rollout_service.control.coordinator import Coordinator, Notify, Send
 from rollout_service.control.messages import (
     MESSAGES,
+    Abort,
+    Batch,
     Bye,
     Commit,
     Committed,
     Grant,
+    Heartbeat,
     Hello,
     Message,
+    Publish,
     Ready,
     Refused,
+    Release,
     Role,
     Status,
     StatusReport,
@@ -30,7 +35,8 @@ from rollout_service.control.messages import (
 from rollout_service.control.roster import REMEMBERED_PEERS
 from rollout_service.errors import MessageRejected
 from rollout_service.runspec import PROTOCOL_VERSION
-from tests.control.world import STEPS, make_coordinator, make_join, make_spec
+from rollout_service.tally import COUNTERS_KEPT, LARGEST_COUNT, add_counts
+from tests.control.world import STEPS, make_coordinator, make_join, make_spec, started
 
 SPEC = make_spec(num_actors=2)
 
@@ -98,13 +104,55 @@ def test_numbers_out_of_range_are_refused_and_change_nothing(commit: dict[str, i
     assert Committed(slot=grant.slot, epoch=grant.epoch, accepted=True) in answers
 
 
+HUGE = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Commit(slot=0, epoch=1, valid_steps=STEPS, version=HUGE),
+        Abort(slot=HUGE, epoch=1, reason="x"),
+        Abort(slot=0, epoch=HUGE, reason="x"),
+        Heartbeat(role=Role.ACTOR, pid=HUGE, actor_id=HUGE, incarnation=HUGE, progress=HUGE),
+        Heartbeat(role=Role.LEARNER, pid=HUGE, progress=HUGE),
+        Release(update=HUGE),
+        Publish(update=HUGE, version=2),
+        Publish(update=1, version=HUGE, seeded=(HUGE,)),
+        Ready(version=HUGE, updates_done=HUGE, env_steps_done=HUGE),
+        Hello(role=Role.ACTOR, pid=HUGE, requested_actor=HUGE, incarnation=HUGE),
+        Hello(role=Role.LEARNER, pid=HUGE, incarnation=HUGE),
+    ],
+    ids=lambda message: type(message).__name__.lower(),
+)
+def test_a_member_that_says_something_out_of_range_changes_nothing(message: Message) -> None:
+    """Said by an actor and by the learner, before the batch is formed and while it is out."""
+    world, learner, actors, grants = started(3)
+
+    def lie() -> None:
+        for peer in (learner, actors[2]):
+            peer.tell(message)
+            peer.inbox.clear()
+
+    for update in (1, 2):
+        lie()
+        for actor, grant in zip(actors, grants, strict=True):
+            actor.commit(grant)
+        batch = learner.take(Batch)
+        assert (batch.update, batch.valid_steps) == (update, (STEPS,) * 3)
+        lie()
+        learner.publish(batch)
+        grants = [actor.take(Grant) for actor in actors]
+    assert world.coordinator.stopped is None
+    world.coordinator._leases.ledger.check()
+
+
 def test_an_actor_that_counts_nonsense_fills_no_table_and_breaks_no_report() -> None:
     coordinator = make_coordinator(SPEC)
     grant = joined(coordinator)
     for round_number in range(20):
         counters = {f"name {round_number} {number}": 2**63 - 1 for number in range(60)}
-        coordinator._count(counters)
-        coordinator._count(counters)
+        add_counts(coordinator.counters, counters)
+        add_counts(coordinator.counters, counters)
     assert len(coordinator.counters) <= COUNTERS_KEPT
     assert max(coordinator.counters.values()) == LARGEST_COUNT
     (report,) = sent(coordinator.handle(b"o", Status(), 1.0), b"o")

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollout_service.control.coordinator import Effect, Notify, Send
-from rollout_service.control.events import RolloutCommitted, RolloutTooOld, UpdateFinished
+from rollout_service.control.events import ActorJoined, RolloutCommitted, RolloutTooOld, UpdateFinished
 from rollout_service.control.ledger import Identity, Ledger, SlotState
 from rollout_service.control.messages import (
     Abort,
     Batch,
+    Bye,
     Commit,
     Committed,
     Grant,
@@ -31,10 +32,11 @@ from rollout_service.control.messages import (
     StartFrom,
     Stop,
 )
-from rollout_service.control.scheduling import Lockstep, Patience, Streaming
+from rollout_service.control.scheduling import Patience, schedule
 from tests.control.world import STEPS, Peer, World, make_join
 
-ACTORS = 2
+ACTORS, PLACES = 2, 4
+"""Those that a run begins with, and in an elastic one those that may be there."""
 BATCH_DEADLINE_S = 30.0
 
 
@@ -65,11 +67,21 @@ class Actor:
 class CheckedWorld(World):
     """Watches everything that is sent."""
 
-    def __init__(self, max_policy_lag: int, deadline_s: float, min_actors: int, preempt_share: float) -> None:
-        self.min_actors, self.preempt_share = min_actors, preempt_share
-        patience = Patience(min_actors=min_actors, deadline_s=deadline_s, preempt_share=preempt_share)
-        scheduler = Streaming(ACTORS, max_policy_lag, patience) if max_policy_lag else Lockstep(ACTORS, patience)
-        super().__init__(ACTORS, scheduler=scheduler, total_updates=10**6, max_policy_lag=max_policy_lag)
+    def __init__(
+        self, max_policy_lag: int, patience: Patience, *, min_actors: int, elastic: bool, kept_places: int
+    ) -> None:
+        self.min_actors, self.patience = min_actors, patience
+        super().__init__(
+            ACTORS,
+            scheduler=schedule(PLACES if elastic else ACTORS, max_policy_lag, patience),
+            total_updates=10**6,
+            max_policy_lag=max_policy_lag,
+            max_actors=PLACES if elastic else None,
+            elastic=elastic,
+            kept_places=kept_places,
+        )
+        self.taken_once: set[int] = set()
+        """Places in which somebody has joined."""
         self.granted: dict[tuple[int, int], bytes] = {}
         self.epochs: dict[int, int] = {}
         self.accepted: set[tuple[int, int]] = set()
@@ -100,6 +112,8 @@ class CheckedWorld(World):
                     row = (event.slot, self.coordinator._leases.ledger.epoch(event.slot))
                     assert row not in self.accepted, "accepted twice"
                     self.accepted.add(row)
+                case Notify(ActorJoined(actor_id=actor_id)):
+                    self.taken_once.add(actor_id)
                 case Notify(RolloutTooOld()):
                     self.outdated += not refused
                 case Notify(UpdateFinished()):
@@ -117,18 +131,28 @@ class CheckedWorld(World):
         assert grant.epoch == self.epochs.get(grant.slot, 0) + 1, "epochs grow by one"
         assert grant.version == self.coordinator.version
         slots, batches = self.coordinator._leases.ledger.count(), self.spec.max_policy_lag + (self.out is None)
-        assert slots[SlotState.LEASED] + slots[SlotState.READY] <= ACTORS * batches, "collected in vain"
+        size = self.batch_size() if self.spec.max_policy_lag else self.spec.num_places
+        assert slots[SlotState.LEASED] + slots[SlotState.READY] <= size * batches, "collected in vain"
         self.epochs[grant.slot] = grant.epoch
         self.granted[key] = peer
 
     def check_preempt(self, heart: bytes, preempt: Preempt) -> None:
         """Only with the rule on, only the holder of a lease that holds, and only while somebody waits for it."""
         ledger = self.coordinator._leases.ledger
-        assert self.preempt_share < 1.0
+        assert self.patience.preempt_share < 1.0
         lease = ledger.lease(preempt.slot)
         assert lease is not None
         assert lease.epoch == preempt.epoch
         assert heart == self.granted[preempt.slot, preempt.epoch] + b"-heart"
+
+    def awaited(self) -> set[int]:
+        """Places that a batch waits for."""
+        places = self.coordinator.report(self.now)["actors"]
+        return {place["actor_id"] for place in places if place["awaited"]}
+
+    def batch_size(self) -> int:
+        """In streaming, of as many rollouts as there are actors."""
+        return max(self.min_actors, len(self.awaited()))
 
     def check_batch(self, learner: bytes, batch: Batch) -> None:
         sent = self.batches.setdefault(learner, [])
@@ -138,12 +162,17 @@ class CheckedWorld(World):
         ledger, newest = self.coordinator._leases.ledger, self.coordinator.version
         assert newest is not None
         if self.spec.max_policy_lag == 0:
-            bank, other = (tuple(self.spec.bank(b)) for b in (batch.slots[0] // ACTORS, 1 - batch.slots[0] // ACTORS))
+            number = batch.slots[0] // self.spec.num_places
+            bank, other = tuple(self.spec.bank(number)), tuple(self.spec.bank(1 - number))
             late = [slot for slot in other if ledger.state(slot) is SlotState.QUARANTINED]
             assert batch.slots == bank
             assert batch.seed_into == tuple(None if slot in late else slot for slot in other)
         else:
             assert batch.seed_into == ()
+        if self.patience.deadline_s == float("inf"):
+            filled = {place for place, version in enumerate(batch.versions) if version > 0}
+            whole = self.awaited() <= filled if self.spec.max_policy_lag == 0 else len(filled) == self.batch_size()
+            assert whole, "a batch of fewer actors than there are"
         assert not sent or batch.update == sent[-1].update + 1
         sent.append(batch)
         self.out = batch
@@ -175,9 +204,24 @@ class Run(RuleBasedStateMachine):
         deadline_s=st.sampled_from([float("inf"), BATCH_DEADLINE_S]),
         min_actors=st.integers(1, ACTORS),
         preempt_share=st.sampled_from([0.5, 1.0]),
+        elastic=st.booleans(),
+        kept_places=st.sampled_from([0, ACTORS]),
     )
-    def start(self, max_policy_lag: int, deadline_s: float, min_actors: int, preempt_share: float) -> None:
-        self.world = CheckedWorld(max_policy_lag, deadline_s, min_actors, preempt_share)
+    def start(
+        self,
+        max_policy_lag: int,
+        deadline_s: float,
+        min_actors: int,
+        preempt_share: float,
+        elastic: bool,
+        kept_places: int,
+    ) -> None:
+        patience = Patience(min_actors=min_actors, deadline_s=deadline_s, preempt_share=preempt_share)
+        self.world = CheckedWorld(
+            max_policy_lag, patience, min_actors=min_actors, elastic=elastic, kept_places=kept_places
+        )
+        self.kept = set(range(kept_places))
+        """Places that only those get who ask for them."""
         self.actors: dict[int, Actor] = {}
         self.gone: list[Actor] = []
         self.learner: Peer | None = None
@@ -189,17 +233,18 @@ class Run(RuleBasedStateMachine):
 
     # --- actors
 
-    @rule(actor_id=st.integers(0, ACTORS - 1), supervised=st.booleans())
+    @rule(actor_id=st.integers(0, PLACES - 1), supervised=st.booleans())
     def an_actor_comes(self, actor_id: int, supervised: bool) -> None:
         peer = self.world.hello(actor_id if supervised else None)
-        taken = actor_id in self.actors if supervised else len(self.actors) == ACTORS
+        free = set(range(self.world.spec.num_places)) - set(self.actors)
+        taken = actor_id not in free if supervised else not free - self.kept
         assert peer.got(Refused) == taken
         if not taken:
             actor = Actor(peer)
             assert actor.identity[0] not in self.actors
             self.actors[actor.identity[0]] = actor
 
-    @rule(actor_id=st.integers(0, ACTORS - 1), lose=st.booleans())
+    @rule(actor_id=st.integers(0, PLACES - 1), lose=st.booleans())
     def it_joins_or_repeats_its_request(self, actor_id: int, lose: bool) -> None:
         if (actor := self.actors.get(actor_id)) is None or actor.grant is not None:
             return
@@ -208,14 +253,14 @@ class Run(RuleBasedStateMachine):
         actor.peer.tell(actor.last)
         self.read_mail(actor, lose)
 
-    @rule(actor_id=st.integers(0, ACTORS - 1), steps=st.integers(0, STEPS), lose=st.booleans())
+    @rule(actor_id=st.integers(0, PLACES - 1), steps=st.integers(0, STEPS), lose=st.booleans())
     def it_commits(self, actor_id: int, steps: int, lose: bool) -> None:
         if (actor := self.actors.get(actor_id)) is None or actor.grant is None:
             return
         self.commit(actor, steps)
         self.read_mail(actor, lose)
 
-    @rule(actor_id=st.integers(0, ACTORS - 1))
+    @rule(actor_id=st.integers(0, PLACES - 1))
     def it_gives_its_lease_back(self, actor_id: int) -> None:
         if (actor := self.actors.get(actor_id)) is None or actor.grant is None:
             return
@@ -224,7 +269,7 @@ class Run(RuleBasedStateMachine):
         actor.peer.tell(actor.last)
         self.read_mail(actor, lose=False)
 
-    @rule(actor_id=st.integers(0, ACTORS - 1))
+    @rule(actor_id=st.integers(0, PLACES - 1))
     def its_heart_beats(self, actor_id: int) -> None:
         if (actor := self.actors.get(actor_id)) is None:
             return
@@ -239,14 +284,22 @@ class Run(RuleBasedStateMachine):
         assert len(asked_for) == len(asked)
         assert asked_for in ([], [] if lease is None else [(lease.slot, lease.epoch)])
 
-    @rule(actor_id=st.integers(0, ACTORS - 1), abandoned=st.booleans())
+    @rule(actor_id=st.integers(0, PLACES - 1))
+    def it_says_goodbye(self, actor_id: int) -> None:
+        if (actor := self.actors.pop(actor_id, None)) is None:
+            return
+        self.gone.append(actor)
+        actor.peer.tell(Bye(reason="stopped by SIGTERM"))
+        self.read_all_mail()
+
+    @rule(actor_id=st.integers(0, PLACES - 1), abandoned=st.booleans())
     def it_dies(self, actor_id: int, abandoned: bool) -> None:
         if (actor := self.actors.pop(actor_id, None)) is None:
             return
         self.gone.append(actor)
         self.world.carry_out(self.world.coordinator.actor_lost(*actor.identity, "killed", self.world.now))
         if abandoned:
-            self.world.carry_out(self.world.coordinator.abandon_actor(actor_id, self.world.now))
+            self.abandon(actor_id)
         self.read_all_mail()
 
     @precondition(lambda self: self.gone)
@@ -289,7 +342,7 @@ class Run(RuleBasedStateMachine):
         self.read_all_mail()
 
     @precondition(lambda self: self.batch is not None)
-    @rule(seeds=st.sets(st.integers(0, ACTORS - 1)))
+    @rule(seeds=st.sets(st.integers(0, PLACES - 1)))
     def it_publishes(self, seeds: set[int]) -> None:
         assert self.batch is not None
         targets = enumerate(self.batch.seed_into)
@@ -326,7 +379,7 @@ class Run(RuleBasedStateMachine):
         self.read_all_mail()
 
     @rule(
-        steps=st.lists(st.none() | st.integers(0, STEPS), min_size=ACTORS, max_size=ACTORS),
+        steps=st.lists(st.none() | st.integers(0, STEPS), min_size=PLACES, max_size=PLACES),
         late_for_good=st.booleans(),
         releases=st.booleans(),
         publishes=st.booleans(),
@@ -345,15 +398,16 @@ class Run(RuleBasedStateMachine):
             self.a_learner_comes()
         if not self.learner_ready:
             self.it_is_ready_or_says_so_again(0)
-        for actor_id in range(ACTORS):
+        for actor_id in {*range(ACTORS), *self.actors}:
             if actor_id not in self.actors:
                 self.an_actor_comes(actor_id, True)
             self.it_joins_or_repeats_its_request(actor_id, lose=False)
         if learner_dies == "waiting":
             self.it_is_killed()
         for actor_id, count in enumerate(steps):
-            if self.actors[actor_id].grant is not None and count is not None:
-                self.commit(self.actors[actor_id], count)
+            actor = self.actors.get(actor_id)
+            if actor is not None and actor.grant is not None and count is not None:
+                self.commit(actor, count)
         self.read_all_mail()
         if late_for_good:
             self.time_passes(BATCH_DEADLINE_S)
@@ -374,6 +428,13 @@ class Run(RuleBasedStateMachine):
     def whoever_lives_keeps_its_place(self) -> None:
         places = self.world.coordinator.report(self.world.now)["actors"]
         assert {place["actor_id"] for place in places if place["pid"] is not None} == set(self.actors)
+
+    @invariant()
+    def who_takes_part_is_waited_for_and_who_has_left_an_elastic_run_is_not(self) -> None:
+        here = {actor_id for actor_id, actor in self.actors.items() if actor.joined}
+        assert here <= self.world.awaited()
+        if self.world.spec.max_actors is not None:
+            assert self.world.awaited() - here <= set(range(ACTORS)) - self.world.taken_once
 
     @invariant()
     def the_report_counts_every_slot(self) -> None:
@@ -407,9 +468,10 @@ class Run(RuleBasedStateMachine):
         for actor_id in range(self.world.min_actors):
             if len(self.actors) < self.world.min_actors and actor_id not in self.actors:
                 self.an_actor_comes(actor_id, True)
-        for actor_id in range(ACTORS):
-            if actor_id not in self.actors:
-                self.world.carry_out(self.world.coordinator.abandon_actor(actor_id, self.world.now))
+        elastic = self.world.spec.max_actors is not None
+        for actor_id in range(self.world.spec.num_places):
+            if actor_id not in self.actors and not (elastic and actor_id in self.world.taken_once):
+                self.abandon(actor_id)
         wanted = self.world.coordinator.updates_done + 3
         for _ in range(12):
             for actor_id, actor in self.actors.items():
@@ -422,6 +484,10 @@ class Run(RuleBasedStateMachine):
             elif self.learner is not None:
                 self.it_is_ready_or_says_so_again(0)
         assert self.world.coordinator.updates_done >= wanted, self.world.coordinator.report(self.world.now)
+
+    def abandon(self, actor_id: int) -> None:
+        self.kept.discard(actor_id)
+        self.world.carry_out(self.world.coordinator.abandon_actor(actor_id, self.world.now))
 
     # --- what peers do
 

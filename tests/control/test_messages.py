@@ -30,6 +30,7 @@ from rollout_service.control.messages import (
     Ready,
     Refused,
     Release,
+    Restore,
     Role,
     StartFrom,
     Status,
@@ -41,6 +42,7 @@ from rollout_service.control.messages import (
 )
 from rollout_service.errors import MessageRejected
 from rollout_service.runspec import PROTOCOL_VERSION, Leaf, SpaceKind, Spaces
+from rollout_service.tally import TallyRecord
 from tests.control.world import ACTION, make_join, make_spec
 
 WELCOME = Welcome(
@@ -65,8 +67,19 @@ EVERY_MESSAGE = (
     Committed(slot=1, epoch=2, accepted=False),
     Abort(slot=1, epoch=2, reason="why"),
     Batch(update=1, slots=(0, 1), seed_into=(2, None), valid_steps=(8, 0), versions=(1, 0), env_steps=16, last=True),
+    Batch(
+        update=1,
+        slots=(0,),
+        valid_steps=(8,),
+        versions=(1,),
+        env_steps=16,
+        tally=TallyRecord(
+            episodes=7, returns=(0.5, -1.0), lengths=(3, 4), successes="01", counters={"odd": 2}, policy_lags=(3, 1)
+        ),
+    ),
     Release(update=1),
     Publish(update=1, version=2, seeded=(2, 3), metrics={"loss": 0.1}, seconds={"gae": 1.0}, checkpoint="c"),
+    Restore(version=3),
     Stop(reason="finished"),
     Bye(reason="x", traceback="y"),
     Heartbeat(role=Role.LEARNER, pid=7, progress=9, phase="epoch"),
@@ -108,6 +121,22 @@ def test_numpy_scalars_arrive_as_python_values() -> None:
     assert (episode.success, episode.total_reward) == (True, 1.5)
 
 
+def test_numpy_scalars_in_a_report_arrive_as_python_values_however_deep() -> None:
+    """A report is JSON, which has no NaN."""
+    scalars = {"half": np.float16(0.5), "count": np.int64(3), "on": np.bool_(True), "nan": np.float32("nan")}
+    back = decode(encode(StatusReport(report={**scalars, "deep": [{"again": tuple(scalars.values())}]})))
+    assert isinstance(back, StatusReport)
+    deep = back.report.pop("deep")[0]["again"]
+    for values in (list(back.report.values()), deep):
+        assert values == [0.5, 3, True, None]
+        assert [type(value) for value in values[:3]] == [float, int, bool]
+
+
+def test_a_flag_is_no_figure_and_is_refused_by_the_name_of_its_field() -> None:
+    with pytest.raises(ValidationError, match=r"metrics\.won"):
+        Publish(update=1, version=2, metrics={"won": np.bool_(True)})
+
+
 def test_an_array_is_refused_by_the_name_of_its_field() -> None:
     with pytest.raises(ValidationError, match=r"metrics\.loss"):
         Publish(update=1, version=2, metrics={"loss": np.zeros(3)})
@@ -145,7 +174,7 @@ def test_what_msgpack_cannot_carry_is_refused() -> None:
         (b"\x81" * 5000, "not msgpack"),
         (b"\x91" * 100_000, "not msgpack"),
         (b"x" * (MAX_MESSAGE_BYTES + 1), "message of 1048577 bytes, the limit is 1048576"),
-        (msgpack.packb({"v": 99, "type": "pong"}), "protocol version 99, this side speaks 2"),
+        (msgpack.packb({"v": 99, "type": "pong"}), f"protocol version 99, this side speaks {PROTOCOL_VERSION}"),
         (msgpack.packb({"type": "pong"}), "protocol version None"),
         (raw(type="pickle"), "unknown message type 'pickle'"),
         (raw(type=7), "unknown message type 7"),

@@ -13,7 +13,7 @@ from rollout_service.control.scheduling import FormBatch, Lockstep, Patience, St
 
 
 def leased(slots: range, scheduler: Lockstep, bank: int = 0) -> Ledger:
-    ledger = Ledger(2 * scheduler.num_actors)
+    ledger = Ledger(2 * scheduler.num_places)
     scheduler.bank = bank
     scheduler.open(now=10.0)
     for actor_id, slot in enumerate(slots):

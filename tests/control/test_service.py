@@ -47,7 +47,7 @@ from rollout_service.control.messages import (
 from rollout_service.control.server import Server
 from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import HandshakeRefused, ProtocolError, WaitTimedOut
-from rollout_service.runspec import RunSpec
+from rollout_service.runspec import PROTOCOL_VERSION, RunSpec
 from tests.control.world import ENVS, STEPS, make_coordinator, make_join, make_spec
 from tests.fixtures.machine import eventually
 
@@ -281,11 +281,12 @@ def answering(data: bytes) -> Iterator[str]:
 
 def test_a_refusal_in_another_protocol_version_is_a_refusal_at_once_that_names_both_versions() -> None:
     of_this_release = encode(Refused(reason="whatever the other release says"))
-    of_another = of_this_release.replace(b"\xa1v\x02", b"\xa1v\x01", 1)
+    of_another = of_this_release.replace(b"\xa1v%c" % PROTOCOL_VERSION, b"\xa1v\x01", 1)
     assert of_another != of_this_release
     with answering(of_another) as endpoint:
         client = Client(endpoint, Hello(role=Role.ACTOR, pid=1), connect_deadline_s=DEADLINE_S)
-        with pytest.raises(HandshakeRefused, match="protocol version 1, this side speaks 2; install the same release"):
+        both = f"protocol version 1, this side speaks {PROTOCOL_VERSION}; install the same release"
+        with pytest.raises(HandshakeRefused, match=both):
             client.connect()
         client.close()
 

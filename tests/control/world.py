@@ -73,6 +73,7 @@ def make_coordinator(
     scheduler: Scheduler | None = None,
     heartbeat_interval: float = 1.0,
     updates_done: int = 0,
+    **changes: Any,
 ) -> Coordinator:
     return Coordinator(
         spec,
@@ -85,6 +86,7 @@ def make_coordinator(
         heartbeat_interval=heartbeat_interval,
         updates_done=updates_done,
         scheduler=scheduler,
+        **changes,
     )
 
 
@@ -142,8 +144,9 @@ class World:
 
     def __init__(self, num_actors: int = 2, *, scheduler: Scheduler | None = None, **changes: Any) -> None:
         total_updates, updates_done = changes.pop("total_updates", 100), changes.pop("updates_done", 0)
+        places = {name: changes.pop(name) for name in ("elastic", "kept_places") if name in changes}
         self.spec = make_spec(num_actors, **changes)
-        self.coordinator = make_coordinator(self.spec, total_updates, scheduler, updates_done=updates_done)
+        self.coordinator = make_coordinator(self.spec, total_updates, scheduler, updates_done=updates_done, **places)
         self.now = 100.0
         self.events: list[Event] = []
         self.sent: dict[bytes, list[Message]] = defaultdict(list)

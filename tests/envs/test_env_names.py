@@ -8,7 +8,9 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+from pydantic import ValidationError
 
+from rollout_service.config import TrainConfig
 from rollout_service.envs.make import check_contract, make_env
 from rollout_service.envs.memory_tasks import TMaze
 from rollout_service.errors import ConfigError, EnvFault, RolloutServiceError
@@ -97,3 +99,21 @@ def test_an_env_of_the_old_api_is_refused_in_one_line(name: str, says: str) -> N
         check_contract(env, name)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("made_here", [lambda: TickEnv(), TickEnv, TickEnv(length=4)], ids=["lambda", "class", "env"])
+def test_an_env_that_is_no_name_is_refused_naming_it_and_what_to_give_instead(made_here: object) -> None:
+    """Processes are fresh interpreters on every platform: what exists only in this one cannot reach them."""
+    with pytest.raises(ValidationError) as refused:
+        TrainConfig(env=made_here)
+    (error,) = refused.value.errors()
+    assert error["loc"] == ("env",)
+    assert f"{made_here!r:.80}" in error["msg"]
+    assert "give 'module:factory'" in error["msg"]
+    assert "\n" not in error["msg"]
+
+
+@pytest.mark.parametrize("value", [lambda: 1, TickEnv, {"deep": [object()]}, float("nan"), {1, 2}])
+def test_an_argument_that_no_other_process_can_be_told_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ValidationError, match=r"env_kwargs: level=.*let 'module:factory' make anything else"):
+        TrainConfig(env_kwargs={"corridor": 3, "level": value})

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from learner import single_pass
+from rollout_service.policy import compiled
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE
 from rollout_service.errors import RolloutServiceError, SegmentTooLarge
 from rollout_service.launch import doctor
@@ -96,9 +97,24 @@ def test_where_unix_modules_are_missing_it_says_which_and_what_that_means():
 @pytest.mark.parametrize("built", [True, False])
 def test_it_says_whether_the_compiled_pass_is_there(built: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(single_pass, "BUILT", built)
+    monkeypatch.setattr(compiled, "BUILT", True)
     verdict, found, remedy = doctor.check_compiled()
     assert verdict is Verdict.OK
     assert ("numpy" in found) is not built
+    assert ("C compiler" in remedy) is not built
+
+
+@pytest.mark.parametrize(
+    ("built", "usable", "words"), [(True, True, "compiled layer"), (True, False, "AVX-512"), (False, False, "not built")]
+)
+def test_it_says_which_lstm_is_used(built: bool, usable: bool, words: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(single_pass, "BUILT", True)
+    monkeypatch.setattr(compiled, "BUILT", built)
+    monkeypatch.setattr(compiled, "USABLE", usable)
+    verdict, found, remedy = doctor.check_compiled()
+    assert verdict is Verdict.OK
+    assert words in found
+    assert ("torch's LSTM" in found) is not usable
     assert ("C compiler" in remedy) is not built
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_service.launch.restarts import LONGEST_DELAY_S, LearnerRestarts, RestartBudget
+from rollout_service.launch.restarts import LONGEST_DELAY_S, RestartBudget, RestartsFromCheckpoint
 
 
 def test_the_first_restart_is_immediate_and_later_ones_wait_longer():
@@ -29,7 +29,7 @@ def test_a_budget_of_zero_allows_none():
 
 def learner_deaths(*reached: int, max_restarts: int = 3, apart_s: float = 1000.0) -> list[float | str]:
     """Highest update of the run at each death -> what follows from it."""
-    restarts = LearnerRestarts(max_restarts, 300.0)
+    restarts = RestartsFromCheckpoint(max_restarts, 300.0)
     return [restarts.after_death(reached=update, now=apart_s * number) for number, update in enumerate(reached)]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM, Signals
@@ -11,6 +13,8 @@ import pytest
 
 from rollout_service.control.messages import Hello, decode
 from rollout_service.control.transport import Router
+from rollout_service.memory.room import SHARED_MEMORY
+from rollout_service.memory.segment import list_segments
 from tests.fixtures.by_hand import START_S, Hands, Process
 
 ROLE_LEAVES_S = 2.0
@@ -61,11 +65,16 @@ def test_a_service_to_which_nobody_came_leaves_on_a_signal(hands: Hands, number:
 
 
 def test_a_service_whose_roles_are_all_but_one_here_and_the_roles_leave_on_sigterm(hands: Hands):
-    service = hands.serve(*RUN)
+    """They share the run with a group, as roles of different users would."""
+    group = ("--share-with-group", str(os.getegid()))
+    service = hands.serve(*RUN, *group)
     hands.listening(service)
-    roles = [hands.learner(), hands.actor()]
+    roles = [hands.learner(*group), hands.actor(*group)]
     for role in roles:
         service.says(f"pid {role.pid}) is here")
+    segments = [SHARED_MEMORY / found.name for found in list_segments() if found.owner_pid == service.pid]
+    shared = [path.stat() for path in (*segments, Path(hands.endpoint.removeprefix("ipc://")))]
+    assert [(stat.S_IMODE(found.st_mode), found.st_gid) for found in shared] == [(0o660, os.getegid())] * 3
     service.send(signal.SIGTERM)
     assert service.wait(SERVICE_LEAVES_S + ROLE_LEAVES_S) == 128 + SIGTERM
     assert [role.wait(ROLE_LEAVES_S) for role in roles] == [0, 0]

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_service.config import TrainConfig
 from rollout_service.errors import CheckpointError, ConfigError
 from rollout_service.launch.rundir import RunDirectory, default_run_directory
+from tests.fixtures.limits import largest_file
 
 
 def test_the_default_name_says_env_and_time():
@@ -44,3 +46,14 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file/run"):
         RunDirectory(tmp_path / "file" / "run", resume=False)
+
+
+def test_settings_that_a_full_disk_does_not_take_are_an_error_and_the_old_ones_stay(tmp_path: Path):
+    (tmp_path / "config.toml").write_text("seed = 1\n")
+    with (
+        RunDirectory(tmp_path, resume=False) as opened,
+        largest_file(10),
+        pytest.raises(ConfigError, match="cannot be written: File too large; make room"),
+    ):
+        opened.save(TrainConfig())
+    assert (tmp_path / "config.toml").read_text() == "seed = 1\n"

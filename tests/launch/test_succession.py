@@ -17,6 +17,7 @@ from rollout_service.launch.children import Child
 from rollout_service.launch.run import Run
 from rollout_service.launch.succession import Succession
 from rollout_service.observe.metrics import RunMetrics
+from rollout_service.tally import TallyRecord
 from tests.test_checkpoint import save
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1\nRuntimeError: boom'
@@ -28,12 +29,17 @@ class Paper:
 
     said: list[str] = field(default_factory=list)
     cuts: list[int] = field(default_factory=list)
+    reaches: int = 0
+    entries: list[tuple[int, int, dict[str, float]]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
     def cut_back(self, env_steps: int) -> None:
         self.cuts.append(env_steps)
+
+    def write(self, env_steps: int, update: int, scalars: dict[str, float]) -> None:
+        self.entries.append((env_steps, update, scalars))
 
 
 class Learners:
@@ -53,7 +59,6 @@ class Learners:
 
     def reach(self, update: int) -> None:
         self.metrics.update(update=update, env_steps=1000 * update, figures={}, seconds={}, now=1.0)
-        self.succession.finished(update)
 
     def die(self, code: int, words: str = "", pid: int = 7, now: float = 1.0) -> float | None:
         process = cast(Any, SimpleNamespace(pid=pid))
@@ -141,3 +146,21 @@ def test_with_no_restarts_allowed_the_first_death_ends_the_run(tmp_path: Path) -
     learners = Learners(tmp_path, max_restarts=0)
     assert learners.die(-9) is None
     assert "all 0 restarts within 300 s are used up" in learners.paper.said[-1]
+
+
+@pytest.mark.parametrize(("reaches", "missing"), [(3000, True), (4000, False)])
+def test_an_update_that_is_saved_and_was_never_logged_is_logged_by_whoever_goes_on(
+    tmp_path: Path, reaches: int, missing: bool
+) -> None:
+    learners = Learners(tmp_path)
+    learners.metrics.go_back(update=4, env_steps=4000, now=1.0)
+    learners.paper.reaches = reaches
+    tally = TallyRecord(episodes=12, returns=(1.0, 2.0), lengths=(4, 4))
+    learners.succession.ready(LearnerReady(8, 9, 4, 4000, figures={"entropy": 0.5}, tally=tally), 5.0)
+    assert learners.metrics.tally.record() == tally
+    assert bool(learners.paper.entries) == missing
+    if missing:
+        ((env_steps, update, scalars),) = learners.paper.entries
+        assert (env_steps, update) == (4000, 4)
+        names = ("learner/entropy", "learner/version", "rollout/return_mean", "rollout/episodes")
+        assert [scalars[name] for name in names] == [0.5, 9.0, 1.5, 12.0]

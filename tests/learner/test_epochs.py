@@ -34,6 +34,7 @@ MIXED = Spaces(
 LSTM = PolicySpec(hidden_dim=8, encoder_dim=6, normalize_observations=True)
 CASES = {
     "lstm": (PLAIN, LSTM),
+    "wide lstm": (PLAIN, LSTM.model_copy(update={"hidden_dim": 32})),
     "two layers": (PLAIN, LSTM.model_copy(update={"num_layers": 2})),
     "no memory": (PLAIN, LSTM.model_copy(update={"core": Core.NONE})),
     "pictures": (MIXED, LSTM),

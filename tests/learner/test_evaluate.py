@@ -13,6 +13,7 @@ import torch
 from learner.evaluate import evaluate, load_policy, play, quotas
 from learner.trainer import Trainer
 from rollout_service import checkpoint as checkpoints
+from rollout_service.cli import main
 from rollout_service.config import TrainConfig
 from rollout_service.errors import CheckpointError, ConfigError
 from rollout_service.launch.probe import build_run_spec
@@ -218,6 +219,19 @@ def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
     trainer.save(tmp_path, version=2)
     chosen = checkpoints.listed(tmp_path)[0]
     assert evaluate(chosen, episodes=1, num_envs=1).checkpoint == chosen
+
+
+def test_the_best_checkpoint_of_a_run_is_played_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = untrained(tmp_path)
+    for update, score in ((1, 4.0), (2, -4.0)):
+        trainer.updates_done = update
+        trainer.save(tmp_path, version=1, return_mean=score)
+    assert evaluate(tmp_path, episodes=1, num_envs=1, best=True).checkpoint.name == "checkpoint-00000001"
+    assert evaluate(tmp_path, episodes=1, num_envs=1).checkpoint.name == "checkpoint-00000002"
+    assert main(["eval", str(tmp_path), "--best", "--episodes", "1"]) == 0
+    assert "checkpoint-00000001" in capsys.readouterr().out
 
 
 def test_counts_below_one_and_missing_runs_are_refused(tmp_path: Path) -> None:

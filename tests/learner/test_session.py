@@ -11,7 +11,18 @@ import pytest
 from learner.session import LearnerSession
 from rollout_service import checkpoint as checkpoints
 from rollout_service.control.client import PulseState
-from rollout_service.control.messages import Batch, Grant, Message, Publish, Ready, Release, StartFrom, Stop, Welcome
+from rollout_service.control.messages import (
+    Batch,
+    Grant,
+    Message,
+    Publish,
+    Ready,
+    Release,
+    Restore,
+    StartFrom,
+    Stop,
+    Welcome,
+)
 from rollout_service.errors import CheckpointError, ProtocolError
 from rollout_service.launch.probe import build_run_spec
 from rollout_service.launch.serial import run_serial, weights_digest
@@ -19,6 +30,7 @@ from rollout_service.memory.schema import rollout_fields
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.runspec import RunSpec
+from rollout_service.tally import TallyRecord
 from tests.fixtures.training import small_config
 from workers.actor import Actor
 
@@ -119,6 +131,11 @@ def saved(service: Service) -> list[int]:
     return [int(path.name[-8:]) for path in checkpoints.listed(service.run_dir)]
 
 
+def figures_of(message: Message) -> dict[str, float]:
+    assert isinstance(message, Publish)
+    return message.metrics
+
+
 def test_checkpoint_zero_and_the_first_weights_are_there_before_ready(service: Service) -> None:
     def look(message: Message) -> None:
         assert saved(service) == [0]
@@ -206,10 +223,11 @@ def test_a_resumed_learner_tells_where_it_stands(service: Service) -> None:
     service.session.prepare(resume=False)
     service.session.learn(service.fill(1))
     service.session.learn(service.fill(2))
+    figures = figures_of(service.client.sent[-1])
     service.session.close()
     service.session = service.learner(version=3)
     service.session.prepare(resume=True)
-    assert service.client.sent[-1] == Ready(version=4, updates_done=2, env_steps_done=64)
+    assert service.client.sent[-1] == Ready(version=4, updates_done=2, env_steps_done=64, metrics=figures)
 
 
 def test_resume_without_a_checkpoint_starts_anew(service: Service) -> None:
@@ -245,12 +263,13 @@ def test_versions_do_not_fall_below_the_checkpoints_in_a_new_segment(service: Se
     service.session.prepare(resume=False)
     service.session.learn(service.fill(1))
     service.session.learn(service.fill(2))
+    figures = figures_of(service.client.sent[-1])
     service.session.close()
     service.weights.close()
     service.weights = WeightsMemory.create(service.spec.parameters)
     service.session = service.learner()
     service.session.prepare(resume=True)
-    assert service.client.sent[-1] == Ready(version=4, updates_done=2, env_steps_done=64)
+    assert service.client.sent[-1] == Ready(version=4, updates_done=2, env_steps_done=64, metrics=figures)
 
 
 def test_a_restored_learner_publishes_into_the_bank_that_was_not_published_last(service: Service) -> None:
@@ -349,3 +368,60 @@ def test_in_streaming_nothing_is_seeded_and_the_lag_is_told(streaming: Service) 
     assert [message.metrics["policy_lag_max"] for message in published] == [0.0, 0.0, 1.0]
     assert [message.metrics["valid_rows"] for message in published] == [64, 32, 32]
     assert [message.version for message in published] == [2, 3, 4]
+
+
+@pytest.fixture
+def deterministic(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path, deterministic=True)
+    made.session.prepare(resume=False)
+    yield made
+    made.close()
+
+
+def test_a_learner_that_is_told_to_goes_on_from_its_newest_checkpoint(deterministic: Service) -> None:
+    service = deterministic
+    tally = TallyRecord(episodes=7, returns=(1.0,), lengths=(3,))
+    service.session.learn(service.fill(1))
+    service.session.learn(service.fill(2).model_copy(update={"tally": tally}))
+    figures, saved_weights = figures_of(service.client.sent[-1]), weights_digest(service.session.trainer.weights())
+    third = service.fill(3)
+    service.session.learn(third)
+    first_time = weights_digest(service.session.trainer.weights())
+    service.client.inbox = [Restore(version=4)]
+    service.session.run()
+    assert service.client.sent[-1] == Ready(version=5, updates_done=2, env_steps_done=64, metrics=figures, tally=tally)
+    assert weights_digest(service.weights.load(5).arrays) == saved_weights
+    service.client.stopping = False
+    service.session.learn(third.model_copy(update={"versions": (5,)}))
+    published = service.client.sent[-1]
+    assert isinstance(published, Publish)
+    assert (published.update, published.version) == (3, 6)
+    assert weights_digest(service.session.trainer.weights()) == first_time
+
+
+def test_a_deterministic_learner_saves_at_barriers_and_behind_the_last_update_only(deterministic: Service) -> None:
+    service = deterministic
+    service.client.inbox = [service.fill(1)]
+    service.session.run()
+    assert saved(service) == [0]
+    service.client.stopping = False
+    service.session.learn(service.fill(2))
+    service.session.learn(service.fill(3, last=True))
+    service.session.run()
+    assert saved(service) == [0, 2, 3]
+
+
+def test_in_a_new_segment_a_deterministic_learner_publishes_a_barriers_weights_as_the_version_that_they_are(
+    deterministic: Service,
+) -> None:
+    service = deterministic
+    for update in (1, 2):
+        service.session.learn(service.fill(update))
+    service.session.close()
+    service.weights.close()
+    service.weights = WeightsMemory.create(service.spec.parameters)
+    service.session = service.learner()
+    service.session.prepare(resume=True)
+    ready = service.client.sent[-1]
+    assert isinstance(ready, Ready)
+    assert (ready.version, ready.updates_done) == (3, 2)

@@ -13,7 +13,7 @@ import torch
 from learner.gae import Estimator
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.sequences import SequenceBatch
-from learner.staging import DeviceStaging, HostStaging, staging_for
+from learner.staging import DeviceStaging, HostStaging, compute_exactly, staging_for
 from learner.trainer import TimeSplit
 from rollout_service.config import GaeRule
 from rollout_service.errors import IncompleteRollout, OutOfOrder
@@ -217,3 +217,15 @@ def test_a_run_trains_alike_on_both_paths(settings: dict[str, object]) -> None:
             weights.append(run.trainer.weights())
     for name in weights[0]:
         np.testing.assert_allclose(weights[1][name], weights[0][name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_only_a_deterministic_run_on_cuda_asks_torch_for_kernels_that_add_up_in_one_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    try:
+        for device, asked in (("cpu", True), ("cuda", False), ("cuda", True)):
+            compute_exactly(torch.device(device), deterministic=asked)
+            assert torch.are_deterministic_algorithms_enabled() == (device == "cuda" and asked)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -8,7 +8,6 @@ import re
 import secrets
 import stat
 import string
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def ready_segment(nbytes: int = 10_000, *, layout: bytes = b"", spec: bytes = b"
 
 def swept(*, dry_run: bool = False, in_seconds: float = 0.0) -> set[str]:
     """Names that a sweep takes, now or later. Other runs may leave segments too, so tests ask for their own names."""
-    return {segment.name for segment in sweep(dry_run, now=time.time() + in_seconds)}
+    return {segment.name for segment in sweep(dry_run, in_seconds=in_seconds)}
 
 
 def open_descriptors() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -181,6 +182,18 @@ def test_slots_do_not_share_a_byte(memory: RolloutMemory) -> None:
     for slot in (1, 3):
         assert memory.header(slot) == SlotHeader(0, 0, 0, 0, 0, 0)
         assert np.isnan(memory.array("rewards")[slot]).all()
+
+
+def test_stamps_of_different_writers_share_no_cache_line_and_every_field_begins_with_one(memory: RolloutMemory) -> None:
+    """The stamps are the only words in memory that a process writes while others look at theirs."""
+    lines = [memory.writer(slot)._header.ctypes.data for slot in range(S)]
+    assert [line % 64 for line in lines] == [0] * S
+    assert [after - line for line, after in itertools.pairwise(lines)] == [64] * (S - 1)
+    first_field = min(memory.array(field.name).ctypes.data for field in memory.fields)
+    assert lines[-1] + 64 <= first_field
+    assert {field.name: memory.array(field.name).ctypes.data % 64 for field in memory.fields} == {
+        field.name: 0 for field in memory.fields
+    }
 
 
 def test_views_and_writers_outlive_their_memory() -> None:

@@ -90,3 +90,9 @@ def test_the_result_table_is_aligned():
     table = result_table(result_rows(summary(steps_per_second=2000.0), "runs/x")).splitlines()
     assert table[0] == "  env steps      300"
     assert table[-1] == "  run directory  runs/x"
+    assert not any("best" in row or "lost" in row for row in table)
+
+
+def test_the_result_table_names_the_best_checkpoint_and_what_the_logs_have_lost():
+    rows = result_rows(summary(counters={"log_write_failures": 1200}), "runs/x", ("checkpoint-00000050", 12.3456))
+    assert (rows["best"], rows["log entries lost"]) == ("checkpoint-00000050, return 12.346", "1,200")

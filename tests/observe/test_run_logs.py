@@ -65,3 +65,17 @@ def test_a_log_can_be_cut_back_to_the_start(tmp_path: Path):
         logs.cut_back(0)
         logs.write(100, 1, {})
     assert steps(tmp_path) == [100]
+
+
+def test_it_is_known_how_far_the_log_reaches(tmp_path: Path):
+    with RunLogs(tmp_path, tensorboard=False) as logs:
+        logs.open()
+        assert logs.reaches == 0
+        for update in range(1, 4):
+            logs.write(100 * update, update, {})
+        assert logs.reaches == 300
+        logs.cut_back(250)
+        assert logs.reaches == 200
+    with RunLogs(tmp_path, tensorboard=False, resume_at=400) as logs:
+        logs.open()
+        assert logs.reaches == 200

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rollout_service import checkpoint as checkpoints
 from rollout_service.config import TrainConfig
@@ -115,3 +116,18 @@ def test_one_two_and_four_actors_train_to_the_bits_of_the_serial_run_over_the_sa
     for num_actors in (1, 2, 4):
         train_in_processes(config(num_actors), tmp_path / f"{num_actors}-actors")
         require_equal(tmp_path / "serial", tmp_path / f"{num_actors}-actors")
+
+
+@pytest.mark.filterwarnings("ignore::rollout_service.launch.probe.EnvWarning")
+def test_many_processes_drop_what_one_process_drops(tmp_path: Path) -> None:
+    """Lockstep, envs that are bad at random: equal to the last bit, counters included."""
+    config = small_config(
+        env="tests.fixtures.bad_data:FlakyEnds", env_kwargs={"bad": 0.05}, on_bad_data="drop", obs_limit=1e6,
+        total_steps=64 * 6, self_check=1, normalize_observations=True, normalize_returns=True,
+    )  # fmt: skip
+    serial = run_serial(config.model_copy(update={"run_dir": tmp_path / "serial"}))
+    processes = train_in_processes(config, tmp_path / "processes")
+    require_equal(tmp_path / "serial", tmp_path / "processes")
+    names = ("bad_observations", "bad_rewards", "dropped_episodes", "dropped_bad_env_steps")
+    assert [processes["counters"][name] for name in names] == [serial["counters"][name] for name in names]
+    assert min(serial["counters"][name] for name in names) > 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,10 +11,18 @@ from torch import Tensor, nn
 
 from rollout_service.errors import ShapeError, StateMissing
 from rollout_service.policy import recurrent
-from rollout_service.policy.recurrent import FeedForwardCore, LSTMCore, chrono_biases, one_block
-from rollout_service.policy.resets import lay_out
+from rollout_service.policy.compiled import USABLE
+from rollout_service.policy.recurrent import FeedForwardCore, LSTMCore, chrono_biases, one_block, plan_for
 
 INPUTS, HIDDEN, STEPS, ROWS = 5, 6, 19, 7
+
+
+@pytest.fixture(params=[6, 48], ids=["torch's kernel", "compiled kernel"], autouse=True)
+def hidden_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """All of it with both; where the compiled one cannot run, torch's takes its place."""
+    hidden: int = request.param
+    monkeypatch.setattr(sys.modules[__name__], "HIDDEN", hidden)
+    return hidden
 
 
 def make_core(num_layers: int, seed: int = 0) -> LSTMCore:
@@ -52,12 +61,26 @@ def test_a_whole_sequence_equals_the_loop_over_cells(
         assert torch.allclose(got, want, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("starts_per_row", [0.0, 1.0])
+def test_at_the_size_of_a_real_update_it_is_still_the_loop_over_cells(starts_per_row: float) -> None:
+    rows, steps, width = 16, 128, 128
+    generator = torch.Generator().manual_seed(3)
+    core = LSTMCore(64, width, 1, generator)
+    x = torch.randn(rows, steps, 64, generator=generator)
+    starts = (torch.rand(rows, steps, generator=generator) < starts_per_row / steps).float()
+    assert abs(starts.sum().item() - starts_per_row * rows) <= 0.5 * rows
+    state = {name: torch.randn(1, rows, width, generator=generator) for name in ("hidden", "cell")}
+    with torch.no_grad():
+        difference = core.sequence(x, starts, state) - core.sequence_by_cells(x, starts, state)
+    assert difference.abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_rows_that_are_laid_out_already_give_the_same(num_layers: int, share: float) -> None:
     core = make_core(num_layers)
     x, starts, state = make_inputs(num_layers, share=share)
-    plan = lay_out(starts)
+    plan = plan_for(core, starts)
     entering = {name: array.masked_fill(starts[:, :1].ne(0), 0.0) for name, array in state.items()}
     padded = x.flatten(0, 1)[plan.source].view(plan.num_steps, ROWS, INPUTS)
     out = plan.gather(core.padded(padded, plan.flags if share else None, entering))
@@ -66,6 +89,13 @@ def test_rows_that_are_laid_out_already_give_the_same(num_layers: int, share: fl
     inputs = [x, state["hidden"], state["cell"]]
     for got, want in zip(gradients(core, out, inputs), gradients(core, expected, inputs), strict=True):
         assert torch.allclose(got, want, atol=2e-5, rtol=1e-4)
+
+
+def test_the_compiled_kernel_takes_what_fits_its_vectors_and_needs_no_inserted_steps(hidden_dim: int) -> None:
+    core, starts = make_core(1), torch.ones(ROWS, STEPS)
+    assert core.resets_in_place is (USABLE and hidden_dim == 48)
+    assert plan_for(core, starts).num_steps == (STEPS if core.resets_in_place else 2 * STEPS - 1)
+    assert make_core(1).double().resets_in_place is False
 
 
 def test_without_resets_it_is_torchs_own_lstm() -> None:
@@ -192,9 +222,9 @@ def test_a_state_without_its_cell_is_an_error() -> None:
 def test_a_state_of_other_envs_or_with_swapped_axes_is_an_error() -> None:
     core = make_core(2)
     swapped = {name: torch.zeros(2, 3, HIDDEN) for name in ("hidden", "cell")}
-    with pytest.raises(ShapeError, match=r"\(3, 2, 6\)"):
+    with pytest.raises(ShapeError, match=rf"\(3, 2, {HIDDEN}\)"):
         core.step(torch.zeros(3, INPUTS), swapped)
-    with pytest.raises(ShapeError, match=r"\(2, 4, 6\)"):
+    with pytest.raises(ShapeError, match=rf"\(2, 4, {HIDDEN}\)"):
         core.sequence(torch.zeros(4, 3, INPUTS), torch.zeros(4, 3), swapped)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollout_service.policy.resets import lay_out, plan_resets
+from rollout_service.policy.resets import in_place, lay_out, plan_resets
 
 
 def test_nothing_is_inserted_for_starts_in_the_first_column() -> None:
@@ -32,6 +32,17 @@ def test_a_row_that_ends_early_is_filled_up_with_flagged_places() -> None:
     assert plan.flags[:, 0, 0].tolist() == [0, 1, 0, 1, 0]
     assert plan.flags[:, 1, 0].tolist() == [0, 0, 0, 1, 1]
     assert lay_out(torch.zeros(2, 3)).lengths.tolist() == [3, 3]
+
+
+def test_in_place_is_the_order_of_time_and_the_starts() -> None:
+    starts = torch.tensor([[0.0, 1, 1], [1, 0, 0]])
+    plan = in_place(starts)
+    assert (plan.num_steps, plan.num_rows, plan.lengths.tolist()) == (3, 2, [3, 3])
+    assert plan.flags.shape == (3, 2, 1)
+    assert torch.equal(plan.flags[..., 0], starts.t())
+    rows = torch.arange(6)
+    assert rows[plan.source].tolist() == [0, 3, 1, 4, 2, 5]
+    assert torch.equal(rows[plan.source][plan.real], rows)
 
 
 def test_gradients_pass_through_insertion_and_selection_unchanged() -> None:

@@ -20,7 +20,7 @@ from rollout_service.memory.schema import rollout_fields
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.policy.actor_critic import ActorCritic
-from rollout_service.runspec import AutoresetMode, Core, PolicySpec, RunSpec, Vectorize
+from rollout_service.runspec import AutoresetMode, Core, OnBadData, PolicySpec, RunSpec, Vectorize
 from tests.fixtures.counter_lstm import turn_into_counter
 from workers.actor import Actor
 
@@ -89,6 +89,8 @@ def make_rig(
     seed: int = 1,
     incarnation: int = 0,
     vectorize: Vectorize = Vectorize.NONE,
+    on_bad_data: OnBadData = OnBadData.STOP,
+    obs_limit: float | None = None,
 ) -> Iterator[Rig]:
     """envs: in place of env and kwargs, one for each of the run's envs in order."""
     torch.set_num_threads(1)
@@ -119,6 +121,8 @@ def make_rig(
         envs_per_actor=envs_per_actor,
         envs_per_forward=envs_per_forward or envs_per_actor,
         seed=seed,
+        on_bad_data=on_bad_data,
+        obs_limit=obs_limit,
     )
     with (
         RolloutMemory.create(

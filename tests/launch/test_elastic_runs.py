@@ -1,0 +1,119 @@
+"""Whole runs in which the number of actors changes: guests join and leave, and those that fail are not replaced.
+
+Each run costs seconds of process starts, so each test looks at everything its run can show.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_service import checkpoint
+from rollout_service.launch.status import RunStatus, render, running
+from rollout_service.launch.train import ACCOUNT_NOTE
+from tests.fixtures.by_hand import Hands
+from tests.fixtures.machine import FaultyEnv, Service, eventually, run_command
+
+ENVS, STEPS, UPDATES = 2, 8, 150
+ROLLOUT = ENVS * STEPS
+START_S = 40.0
+
+
+class PacedEnv(FaultyEnv):
+    """Steps take 20 ms until the file `hurry` exists: the run lasts for as long as the test has something to do."""
+
+    def __init__(self, hurry: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.hurry = Path(hurry)
+        self.step_s = 0.02
+
+    def step(self, action: np.int64):
+        if self.step_s and self.t == 0 and self.hurry.exists():
+            self.step_s = 0.0
+        return super().step(action)
+
+
+@pytest.fixture
+def hands(tmp_path: Path) -> Iterator[Hands]:
+    with Hands(tmp_path) as found:
+        yield found
+
+
+def words(*more: str, actors: int, updates: int = UPDATES, **settings: Any) -> list[str]:
+    options = ["--num-actors", str(actors), "--envs-per-actor", str(ENVS), "--num-steps", str(STEPS), "--epochs", "1"]
+    options += ["--total-steps", str(updates * actors * ROLLOUT), "--self-check", "1", "--normalize-returns"]
+    options += ["--env", f"{__name__}:PacedEnv", "--no-tensorboard", "--run-dir", "run", "--json", *more]
+    return [*options, "--env-kwargs", *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
+
+
+def entries(run_dir: Path) -> list[dict[str, Any]]:
+    log = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def rows_of_a_batch(run_dir: Path) -> float:
+    """Of the newest one."""
+    log = entries(run_dir)
+    return log[-1]["learner/valid_rows"] if log else 0
+
+
+def account(run_dir: Path) -> dict[str, int]:
+    (found,) = re.findall(f"{re.escape(ACCOUNT_NOTE)}(.*)$", (run_dir / "run.log").read_text(), re.MULTILINE)
+    entries: dict[str, int] = json.loads(found)
+    return entries
+
+
+def status_of(service: Service) -> RunStatus:
+    return next(run for run in running() if run.pid == service.process.pid)
+
+
+@pytest.mark.parametrize("max_policy_lag", [0, 1], ids=["lockstep", "streaming"])
+def test_batches_grow_with_guests_that_join_and_shrink_when_they_leave_or_die(
+    hands: Hands, tmp_path: Path, max_policy_lag: int
+) -> None:
+    run_dir, hurry = tmp_path / "run", tmp_path / "hurry"
+    lag = ["--max-policy-lag", str(max_policy_lag)]
+    with Service(*words("--max-actors", "3", *lag, actors=1, hurry=str(hurry)), cwd=tmp_path) as service:
+        eventually(lambda: "up to 2 more may join" in service.stderr(), START_S, "the run says how to join")
+        endpoint = re.findall(r"python -m workers --connect (\S+)", service.stderr())[0]
+        guests = [hands.actor(endpoint=endpoint) for _ in range(3)]
+        eventually(lambda: not all(guest.running for guest in guests), START_S, "one of them is turned away")
+        (refused,) = [guest for guest in guests if not guest.running]
+        guests.remove(refused)
+        assert (refused.wait(0.0), "no place is free" in refused.stderr()) == (1, True)
+        eventually(lambda: rows_of_a_batch(run_dir) == 3 * ROLLOUT, START_S, "batches of three actors")
+        assert "empty" not in render(status_of(service))
+
+        guests[0].send(signal.SIGTERM)
+        assert guests[0].wait(5.0) == 0
+        eventually(lambda: rows_of_a_batch(run_dir) == 2 * ROLLOUT, 5.0, "batches of two actors")
+        guests[1].popen.kill()
+        eventually(lambda: rows_of_a_batch(run_dir) == ROLLOUT, 5.0, "batches of one actor")
+        assert "  actors   1 here   2 places empty, not waited for" in render(status_of(service)).splitlines()
+        hurry.touch()
+        assert service.wait(START_S) == 0, service.stderr()
+        result, stderr = service.result(), service.stderr()
+    assert "left, its place is free: stopped by SIGTERM" in stderr
+    assert "left, its place is free: died, without a goodbye" in stderr
+    assert re.search(r"^[123] of 1\.\.3 actors ready", stderr, re.MULTILINE)
+    log, balance = entries(run_dir), account(run_dir)
+    steps = [0, *(entry["env_steps"] for entry in log)]
+    assert [after - before for before, after in zip(steps, steps[1:], strict=False)] == [
+        entry["learner/valid_rows"] for entry in log
+    ]
+    assert UPDATES * ROLLOUT == result["env_steps"] == steps[-1]
+    assert result["updates"] < UPDATES
+    assert (balance["missing"], balance["in_hand"], balance["trained"]) == (0, 0, steps[-1])
+    assert balance["dropped"] + balance["outdated"] == 0 or max_policy_lag
+    assert log[-1].get("count/seed_mismatches", 0) == 0
+    assert max(entry.get("learner/self_check_deviation", 0.0) for entry in log) <= 1e-4
+    saved = checkpoint.require(run_dir).checkpoint
+    assert saved.manifest.env_steps == steps[-1]
+    assert saved.arrays["returns/carried"].shape == (3 * ENVS,)
