@@ -1,7 +1,7 @@
 """The one part of the build that pyproject.toml has no settled word for: the compiled parts.
 
 They are optional: where they cannot be compiled the package installs without them, and numpy and torch compute the same
-(docs/decisions/0014, 0016). One binary of each serves every CPython from 3.11 on.
+(docs/decisions/0014, 0020). One binary of each serves every CPython from 3.11 on.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ setup(
         Extension(
             "rollout_service.policy._layers",
             ["rollout_service/policy/_layers.c"],
-            depends=[f"rollout_service/policy/_{name}.h" for name in ("tiles", "lstm_layer", "dense_layer")],
+            depends=[f"rollout_service/policy/_{name}.h" for name in ("tiles", "dense_layer", "heads", "lstm_layer")],
             extra_compile_args=["-O3"],
+            libraries=["m"],
             py_limited_api=True,
             optional=True,
         ),

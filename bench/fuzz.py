@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import os
 import random
 import socket
 import sys
@@ -33,9 +32,10 @@ from bench.fuzz_memory import Ground, laid_out
 from bench.hostile import Hostile
 from rollout_service.bench.report import record
 from rollout_service.bench.rig import paper_spec
-from rollout_service.control.client import Client
+from rollout_service.bench.waiting import connected
 from rollout_service.control.coordinator import Coordinator, Notify, Send
 from rollout_service.control.endpoints import IPC, remove_socket_directory, socket_endpoint
+from rollout_service.control.events import ServerFailed
 from rollout_service.control.messages import (
     Abort,
     Batch,
@@ -186,7 +186,9 @@ def fuzz_coordinator(messages: int, seed: int) -> Result:
     spec = paper_spec(2, 8).model_copy(update={"num_actors": PLACES})
     result, begun = Result(messages=messages), time.perf_counter()
     with laid_out(spec, seed) as ground:
-        coordinator = make_coordinator(spec, ground)
+        # A hostile actor that never commits holds nobody up for long.
+        impatient = Patience(min_actors=1, deadline_s=PATIENCE_S, first_deadline_s=PATIENCE_S)
+        coordinator = make_coordinator(spec, ground, impatient)
         talk(coordinator, Honest(coordinator, spec, ground), ground, Hostile(seed, spec), result)
     result.updates, result.fills, result.scribbles = coordinator.updates_done, ground.fills, ground.scribbles
     result.counters = bounded_counters(coordinator)
@@ -236,8 +238,8 @@ def talk(coordinator: Coordinator, honest: Honest, ground: Ground, hostile: Host
     result.growth_mib = round(resident_mib() - before, 1)
 
 
-def make_coordinator(spec: RunSpec, ground: Ground) -> Coordinator:
-    """A run without end, in which a hostile actor that never commits holds nobody up for long."""
+def make_coordinator(spec: RunSpec, ground: Ground, patience: Patience) -> Coordinator:
+    """A run without end."""
     return Coordinator(
         spec,
         run_id="fuzz",
@@ -246,7 +248,7 @@ def make_coordinator(spec: RunSpec, ground: Ground) -> Coordinator:
         weights_segment="",
         total_updates=10**9,
         step_timeout=60.0,
-        scheduler=schedule(PLACES, 0, Patience(min_actors=1, deadline_s=PATIENCE_S, first_deadline_s=PATIENCE_S)),
+        scheduler=schedule(PLACES, 0, patience),
     )
 
 
@@ -263,10 +265,11 @@ def fuzz_server(messages: int, seed: int) -> Result:
     result, begun = Result(messages=messages), time.perf_counter()
     try:
         with laid_out(spec, seed) as ground:
-            server = Server(Router(endpoint), make_coordinator(spec, ground))
+            server = Server(Router(endpoint), make_coordinator(spec, ground, Patience()))
             server.start()
             try:
-                pester(server, endpoint, Hostile(seed, spec), result)
+                with closing(connected(endpoint, Role.LEARNER)):  # who is trusted, and could end the run
+                    pester(server, endpoint, Hostile(seed, spec), result)
             finally:
                 server.stop()
                 server.join()
@@ -292,12 +295,11 @@ def pester(server: Server, endpoint: str, hostile: Hostile, result: Result) -> N
         if draw.random() < 0.005:  # not even ZeroMQ
             garbage_stream(endpoint, draw.randbytes(draw.choice((1, 20, 5000))))
         line.write(hostile.message())
-        while not server.events.empty():
-            server.events.get()
+        take_events(server, result)
     line.close()
-    with closing(Client(endpoint, Hello(role=Role.OBSERVER, pid=os.getpid()), connect_deadline_s=DEADLINE_S)) as client:
-        client.connect()
+    with closing(connected(endpoint, Role.OBSERVER)) as client:
         answer = client.exchange(Status(), StatusReport, resend_every_s=1.0, deadline_s=DEADLINE_S)
+    take_events(server, result)
     if answer is None or not server.alive:
         result.problems.append("the service does not answer any more")
     else:
@@ -305,6 +307,13 @@ def pester(server: Server, endpoint: str, hostile: Hostile, result: Result) -> N
         result.counters = {name: count for name, count in counters.items() if not name.startswith("c") or "_" in name}
         result.rejected = counters.get("rejected_messages", 0)
     result.growth_mib = round(resident_mib() - before, 1)
+
+
+def take_events(server: Server, result: Result) -> None:
+    """What the service tells its process; of interest is only whether it has failed."""
+    while not server.events.empty():
+        if isinstance(event := server.events.get(), ServerFailed):
+            result.problems.append(event.traceback)
 
 
 class Line:

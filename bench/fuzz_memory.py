@@ -102,9 +102,7 @@ class Ground:
                 raise WriteOutOfPlace(f"slot {slot} is in a batch while {self._held[slot][0]!r} may still write there")
             if slot in self._filled and not self.memory.verify(slot, version=version, valid_steps=steps):
                 raise TornSlot(f"slot {slot} has lost its checksum")
-        for slot in batch.seed_into:
-            if slot is None:
-                continue
+        for slot in [each for each in batch.seed_into if each is not None]:
             if slot in self._held:
                 raise WriteOutOfPlace(f"slot {slot} was to be seeded while {self._held[slot][0]!r} may write there")
             for name in STATE:

@@ -91,7 +91,7 @@ class TrainConfig(BaseModel):
     pin_actors: bool = False
     """Keep each actor to one core, in turns over those this process may use; the learner is not bound."""
     total_steps: Positive = 150_000
-    """Env steps over all actors; training stops after the last whole rollout that fits."""
+    """Env steps over all actors; training stops after the last whole rollout (of num_actors) that fits."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
     """Root of every random stream."""
     obs_limit: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
@@ -218,8 +218,8 @@ class TrainConfig(BaseModel):
     learner_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without progress of a learner at work (one minibatch, one checkpoint) before it is replaced."""
     on_actor_failure: OnActorFailure = OnActorFailure.RESTART
-    """restart: replace it within the budget. continue: go on without it, until none is left. stop: end the run with the
-    actor's traceback."""
+    """restart: replace it within the budget. continue: go on without it, until none is left. stop: end the run with
+    the actor's traceback."""
     max_restarts: Annotated[int, Field(ge=0)] = 10
     """Restarts allowed within restart_window over all actors, and as many of the learner, which goes on from its newest
     checkpoint; then the run stops with the last traceback."""
@@ -282,8 +282,8 @@ class TrainConfig(BaseModel):
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"env_kwargs: {name}={value!r:.80} cannot be told to other processes ({error}); give finite numbers, "
-                    "text, lists and dicts of these, and let 'module:factory' make anything else of them"
+                    f"env_kwargs: {name}={value!r:.80} cannot be told to other processes ({error}); give finite "
+                    "numbers, text, lists and dicts of these, and let 'module:factory' make anything else of them"
                 ) from None
 
     def _check_places(self) -> None:

@@ -1,7 +1,7 @@
 """A child's tie to the service that started it: it ignores Ctrl-C, and it leaves when its parent dies.
 
-Who calls: `workers` and `learner`, first thing in their `__main__`, before torch is imported. Who decides: the
-supervisor, by putting its pid into PARENT_VARIABLE; a role started by hand has no such variable and is left alone.
+Who calls: `workers`, `learner` and the probe, first thing in their `__main__`, before torch is imported. Who decides:
+the supervisor, by putting its pid into PARENT_VARIABLE; a role started by hand has no such variable and is left alone.
 
 Two ties, because each has a hole. The kernel's PR_SET_PDEATHSIG works even while the main thread hangs in C code and
 holds the interpreter, but only on Linux. A watching thread works elsewhere, gives a learner time to save, and ends a
@@ -70,6 +70,11 @@ def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> 
         os.kill(os.getpid(), on_death)
     threading.Thread(target=_watch, args=(parent, grace_s), name="lifeline", daemon=True).start()
     return True
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process once its parent has died: for a helper that has nothing to save."""
+    _ask_kernel(KILL)
 
 
 def role_parser(prog: str, description: str) -> argparse.ArgumentParser:

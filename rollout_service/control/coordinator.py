@@ -63,8 +63,8 @@ REASON_LIMIT: Final = 8000
 class Coordinator:
     """One run.
 
-    updates_done and env_steps_done: where a resumed run stands; a learner's READY has the last word. elastic: batches go
-    without actors that have gone. kept_places: those, from 0, whose actors the caller starts itself.
+    updates_done and env_steps_done: where a resumed run stands; a learner's READY has the last word. elastic: batches
+    go without actors that have gone. kept_places: those, from 0, whose actors the caller starts itself.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from rollout_service.envs.bad_data import reward_of
 from rollout_service.envs.make import SUPPORTED, Env
 from rollout_service.envs.reading import Misfit, fitted, observation_fields
 from rollout_service.errors import ConfigError, EnvFault
+from rollout_service.lifeline import die_with_parent
 from rollout_service.runspec import AutoresetMode, Vectorize
 
 VectorEnv: TypeAlias = "gymnasium.vector.VectorEnv[Any, Any, Any]"
@@ -62,7 +64,7 @@ def make_vector_env(
                 raise ConfigError("vectorize is none: there is no vector env to make")
             case Vectorize.SYNC | Vectorize.ASYNC:
                 options = _vector_options(arguments.pop(VECTOR_KWARGS, None), env)
-                singles = [partial(_single, env, arguments, seed, e) for e, seed in enumerate(seeds)]
+                singles = [partial(_single, env, arguments, seed, e, os.getpid()) for e, seed in enumerate(seeds)]
                 made: object = _vectorized(vectorize, singles, options)
             case Vectorize.VECTOR_ENTRY_POINT:
                 if not make.is_id(module, name):
@@ -171,7 +173,10 @@ def _pool(name: str, arguments: Mapping[str, Any], seeds: Sequence[int]) -> obje
     return SeededWhenMade(made) if isinstance(made, gymnasium.vector.VectorEnv) else made
 
 
-def _single(env: str, arguments: Mapping[str, Any], seed: int, e: int) -> Env:
+def _single(env: str, arguments: Mapping[str, Any], seed: int, e: int, owner: int) -> Env:
+    """owner: pid of the process that has the vector env; one of its own for this env does not outlive it."""
+    if os.getpid() != owner:
+        die_with_parent()
     random.seed(seed)
     np.random.seed(seed)
     return AsSingle(make.make_env(env, arguments), f"env {e} ({env})")

@@ -103,15 +103,16 @@ class EnvBatch:
                 env.observation_space.seed(seed)
             self._reset(e, out, seed)
         self._seeds = None
-        self._look_at(out, range(len(self)), None)
+        if not self._ranges.hold(out):
+            self._mend(out, range(len(self)))
 
     def reset_owed(self, out: Mapping[str, Array]) -> None:
         """Make up for the resets that a hurried step left out; first observations into their rows of `out`."""
         rows = tuple(self._owed)
         while self._owed:
             self._reset(self._owed.pop(0), out)
-        if rows:
-            self._look_at(out, rows, None)
+        if rows and not self._ranges.hold(out):
+            self._mend(out, rows)
 
     def step(
         self, actions: Array, out: Mapping[str, Array], hurried: Callable[[], bool] | None = None, /
@@ -165,7 +166,8 @@ class EnvBatch:
             pulse.progress = progress + e
         if outcome.ended_envs or outcome.dropped_envs:
             self._begin_anew(outcome.ended_envs + outcome.dropped_envs, out, hurried)
-        self._look_at(out, outcome.starting_envs, actions, hurried)
+        if not self._ranges.hold(out):
+            self._mend(out, outcome.starting_envs, actions, hurried)
         return outcome
 
     def close(self) -> None:
@@ -220,7 +222,7 @@ class EnvBatch:
                 rows[self._owed] = 0
 
     def _reset(self, e: int, out: Mapping[str, Array], seed: int | None = None) -> None:
-        """Begin an episode; `_look_at` is to follow."""
+        """Begin an episode; a look at its ranges is to follow."""
         if (bad := self._try_reset(e, out, seed)) is not None:
             self._reset_again(e, out, bad)
 
@@ -253,16 +255,14 @@ class EnvBatch:
         outcome.valid[e] = False
         outcome.lost_steps += 1
 
-    def _look_at(
+    def _mend(
         self,
         out: Mapping[str, Array],
         fresh: Sequence[int],
-        actions: Array | None,
+        actions: Array | None = None,
         hurried: Callable[[], bool] | None = None,
     ) -> None:
         """Make good what is out of range in `out`: a fresh episode begins again, any other one is dropped."""
-        if self._ranges.hold(out):
-            return
         for e in range(len(self)):
             bad = self._ranges.complaint(out, e)
             if bad is not None and e not in fresh and actions is not None:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from rollout_service.config import TrainConfig
 from rollout_service.errors import ConfigError, RolloutServiceError
-from rollout_service.lifeline import leave
+from rollout_service.lifeline import follow_parent, leave
 from rollout_service.runspec import RunSpec
 
 EXIT_REFUSED = 2
@@ -96,4 +96,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    follow_parent()
     leave(main())

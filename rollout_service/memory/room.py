@@ -16,7 +16,7 @@ from typing import Final
 from rollout_service.errors import SegmentTooLarge
 
 SHARED_MEMORY: Final = Path("/dev/shm")
-REMEDY: Final = "lower num_actors, envs_per_actor or num_steps, or"
+REMEDY: Final = "lower num_actors (or max_actors), envs_per_actor or num_steps, or"
 
 
 def free_shared_memory() -> int:

@@ -16,10 +16,11 @@
 #include "_tiles.h"
 
 #include "_dense_layer.h"
+#include "_heads.h"
 #include "_lstm_layer.h"
 
 /* Arrays whose sizes are known, held while the interpreter is given up, and memory to work in. */
-enum { ARRAYS = 12, PARTS = 5 };
+enum { ARRAYS = 15, PARTS = 5 };
 typedef struct {
     Py_buffer views[ARRAYS];
     float *of[ARRAYS];
@@ -221,6 +222,74 @@ static PyObject *py_dense_backward(PyObject *module, PyObject *arguments)
     return let_go(&held, fit);
 }
 
+static bool sound_heads(const Heads *s)
+{
+    if (s->rows > 0 && s->choices > 0 && s->features > 0 && s->features % LANES == 0)
+        return true;
+    return refuse("sizes must be above 0, and features a multiple of 16");
+}
+
+/* int64 */
+static Py_ssize_t wide(Py_ssize_t count) { return count * (Py_ssize_t)(sizeof(int64_t) / sizeof(float)); }
+
+PyDoc_STRVAR(HEADS_FORWARD, "Writes log_p, values, log_probs and entropy.");
+
+static PyObject *py_heads_forward(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    Heads s;
+    PyObject *arrays;
+    if (!PyArg_ParseTuple(arguments, "nnnnO!:heads_forward", &s.rows, &s.features, &s.choices, &s.start, &PyTuple_Type,
+                          &arrays) || !sound_heads(&s))
+        return NULL;
+    enum { FEATURES, POLICY, POLICY_BIAS, VALUE, VALUE_BIAS, ACTIONS, LOG_P, VALUES, LOG_PROBS, ENTROPY, COUNT };
+    const Py_ssize_t floats[COUNT] = {
+        [FEATURES] = s.rows * s.features, [POLICY] = s.choices * s.features, [POLICY_BIAS] = s.choices,
+        [VALUE] = s.features, [VALUE_BIAS] = 1, [ACTIONS] = wide(s.rows), [LOG_P] = s.choices * s.rows,
+        [VALUES] = s.rows, [LOG_PROBS] = s.rows, [ENTROPY] = s.rows};
+    Held held;
+    bool fit = hold(&held, arrays, floats, COUNT, LOG_P);
+    if (fit) {
+        float **of = held.of;
+        Py_BEGIN_ALLOW_THREADS
+        heads_forward(&s, of[FEATURES], of[POLICY], of[POLICY_BIAS], of[VALUE], of[VALUE_BIAS],
+                      (const int64_t *)(const void *)of[ACTIONS], of[LOG_P], of[VALUES], of[LOG_PROBS], of[ENTROPY]);
+        Py_END_ALLOW_THREADS
+    }
+    return let_go(&held, fit);
+}
+
+PyDoc_STRVAR(HEADS_BACKWARD, "Writes the slopes of features and of both heads' weights and biases.");
+
+static PyObject *py_heads_backward(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    Heads s;
+    PyObject *arrays;
+    if (!PyArg_ParseTuple(arguments, "nnnnO!:heads_backward", &s.rows, &s.features, &s.choices, &s.start, &PyTuple_Type,
+                          &arrays) || !sound_heads(&s))
+        return NULL;
+    enum { FEATURES, POLICY, VALUE, ACTIONS, LOG_P, ENTROPY, BY_LOG_PROB, BY_VALUE, BY_ENTROPY,
+           BY_FEATURES, BY_POLICY, BY_POLICY_BIAS, BY_VALUE_WEIGHT, BY_VALUE_BIAS, COUNT };
+    const Py_ssize_t floats[COUNT] = {
+        [FEATURES] = s.rows * s.features, [POLICY] = s.choices * s.features, [VALUE] = s.features,
+        [ACTIONS] = wide(s.rows), [LOG_P] = s.choices * s.rows, [ENTROPY] = s.rows, [BY_LOG_PROB] = s.rows,
+        [BY_VALUE] = s.rows, [BY_ENTROPY] = s.rows, [BY_FEATURES] = s.rows * s.features,
+        [BY_POLICY] = s.choices * s.features, [BY_POLICY_BIAS] = s.choices, [BY_VALUE_WEIGHT] = s.features,
+        [BY_VALUE_BIAS] = 1};
+    Held held;
+    bool fit = hold(&held, arrays, floats, COUNT, BY_FEATURES);
+    if (fit) {
+        float **of = held.of;
+        Py_BEGIN_ALLOW_THREADS
+        heads_backward(&s, of[FEATURES], of[POLICY], of[VALUE], (const int64_t *)(const void *)of[ACTIONS], of[LOG_P],
+                       of[ENTROPY], of[BY_LOG_PROB], of[BY_VALUE], of[BY_ENTROPY], of[BY_FEATURES], of[BY_POLICY],
+                       of[BY_POLICY_BIAS], of[BY_VALUE_WEIGHT], of[BY_VALUE_BIAS]);
+        Py_END_ALLOW_THREADS
+    }
+    return let_go(&held, fit);
+}
+
 static int has_avx512(void)
 {
     __builtin_cpu_init();
@@ -230,7 +299,9 @@ static int has_avx512(void)
     {"lstm_forward", py_lstm_forward, METH_VARARGS, LSTM_FORWARD}, \
     {"lstm_backward", py_lstm_backward, METH_VARARGS, LSTM_BACKWARD}, \
     {"dense_forward", py_dense_forward, METH_VARARGS, DENSE_FORWARD}, \
-    {"dense_backward", py_dense_backward, METH_VARARGS, DENSE_BACKWARD},
+    {"dense_backward", py_dense_backward, METH_VARARGS, DENSE_BACKWARD}, \
+    {"heads_forward", py_heads_forward, METH_VARARGS, HEADS_FORWARD}, \
+    {"heads_backward", py_heads_backward, METH_VARARGS, HEADS_BACKWARD},
 #else
 static int has_avx512(void) { return 0; }
 #define KERNELS

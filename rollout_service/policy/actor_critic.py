@@ -30,6 +30,7 @@ from rollout_service.errors import OutOfRange, ShapeError, StateMissing
 from rollout_service.memory.schema import observation_fields
 from rollout_service.policy.distributions import Categorical, Evaluated, distribution_for
 from rollout_service.policy.encoders import Encoder, orthogonal_linear
+from rollout_service.policy.kernels import UNITS, CategoricalHeads, categorical_heads, takes
 from rollout_service.policy.normalizer import RunningMoments, normalize
 from rollout_service.policy.recurrent import Core, FeedForwardCore, LSTMCore, StepWeights
 from rollout_service.policy.spaces import network_input
@@ -322,10 +323,12 @@ class ActorCritic(nn.Module):
         return self.core.padded(x.view(num_steps, -1, x.shape[1]), flags, initial_state).flatten(0, 1)
 
     @torch.no_grad()
-    def evaluate_heads(self, features: Tensor, actions: Tensor) -> HeadsEvaluated:
+    def evaluate_heads(self, features: Tensor, actions: Tensor) -> HeadsEvaluated | CategoricalHeads:
         """The rest, without autograd but with the way back. features: [M, H]; actions: [M, *]."""
-        weight = torch.cat([self.policy.weight, self.value_head.weight])
-        bias = torch.cat([self.policy.bias, self.value_head.bias])
+        policy, value = (self.policy.weight, self.policy.bias), (self.value_head.weight, self.value_head.bias)
+        if features.shape[1] % UNITS == 0 and takes(policy[0]):
+            return categorical_heads(features, policy, value, actions, self.distribution.start)
+        weight, bias = torch.cat([policy[0], value[0]]), torch.cat([policy[1], value[1]])
         # Numbers first, rows last: softmax over a short last axis takes 25 times as long.
         heads = torch.addmm(bias.unsqueeze(1), weight, features.t())
         return HeadsEvaluated(features, weight, heads[-1], self.distribution.evaluate_columns(heads[:-1], actions))

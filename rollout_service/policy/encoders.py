@@ -84,7 +84,9 @@ class Encoder(nn.Module):
         # cat also copies a lone leaf to aligned memory: rows read from a shared slot may start anywhere, and a matrix
         # product may round differently there.
         lone = len(features) == 1 and features[0].is_contiguous() and features[0].data_ptr() % ALIGNMENT == 0
-        apply = kernels.tanh_linear if kernels.takes(self.linear.weight) else tanh_linear
+        # The kernel lays the weights out at each call: right for a rollout's rows, not for a step's.
+        compiled = torch.is_grad_enabled() and kernels.takes(self.linear.weight)
+        apply = kernels.tanh_linear if compiled else tanh_linear
         return apply(features[0] if lone else torch.cat(features, dim=1), self.linear.weight, self.linear.bias)
 
 

@@ -1,19 +1,19 @@
-"""Layers over whole rollouts by compiled kernels, where they can run: an LSTM with exact resets, and tanh(x W^T + b).
+"""Layers over whole rollouts by compiled kernels, where they can run: tanh(x W^T + b), LSTM with exact resets, heads.
 
 Where they are not usable (compiled.py), and for sizes or devices that they do not take, torch's operations do the same.
 The LSTM zeroes its state in place, so a sequence needs no inserted steps. A row's outputs depend on no other row.
 
-Who calls: encoder and core; any thread, and the interpreter is given up meanwhile. What must never happen: a tensor of
-another dtype or device in a kernel. Left to others: when an episode starts.
+Who calls: encoder, core and policy; any thread, and the interpreter is given up meanwhile. What must never happen: a
+tensor of another dtype or device in a kernel. Left to others: when an episode starts.
 
-Axis letters: T steps, n rows, M rows of any kind, D inputs, H hidden_dim, or outputs.
+Axis letters: T steps, n rows, M rows of any kind, D inputs, H hidden_dim, or outputs, C choices.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -25,7 +25,7 @@ if USABLE:
     from rollout_service.policy import _layers
 
 UNITS: Final = 16
-"""The hidden_dim of an LSTM has to be a multiple of it."""
+"""The hidden_dim in front of the heads, and that of an LSTM, has to be a multiple of it."""
 
 
 def takes(weight: Tensor) -> bool:
@@ -45,6 +45,62 @@ def lstm_layer(x: Tensor, starts: Tensor, hidden: Tensor, cell: Tensor, weights:
     input, recurrent, and their biases, as torch.nn.LSTM has them. All float32; T and n above 0.
     """
     return _LSTMLayer.apply(x, starts, hidden, cell, *weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class CategoricalHeads:
+    """Both heads over M rows for a categorical distribution, and the way back through them."""
+
+    features: Tensor
+    """[M, H]"""
+    policy: Tensor
+    """[C, H]"""
+    value: Tensor
+    """[1, H]"""
+    actions: Tensor
+    """int64 [M], from start on."""
+    start: int
+    log_p: Tensor
+    """[C, M]"""
+    values: Tensor
+    """[M]"""
+    log_probs: Tensor
+    """[M]"""
+    entropy: Tensor
+    """[M]"""
+
+    def gradients(
+        self, by_log_prob: Tensor, by_value: Tensor, by_entropy: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of a loss with these slopes, [M] each: gradient at the features [M, H], and at the head parameters."""
+        (rows, width), choices = self.features.shape, len(self.policy)
+        by_features, by_policy, by_value_weight = (
+            torch.empty_like(tensor) for tensor in (self.features, self.policy, self.value)
+        )
+        by_biases = by_features.new_empty(choices), by_features.new_empty(1)
+        _layers.heads_backward(
+            rows, width, choices, self.start,
+            _arrays(self.features, self.policy, self.value, self.actions, self.log_p, self.entropy,
+                    by_log_prob.contiguous(), by_value.contiguous(), by_entropy.contiguous(),
+                    by_features, by_policy, by_biases[0], by_value_weight, by_biases[1]),
+        )  # fmt: skip
+        return by_features, (by_policy, by_biases[0], by_value_weight, by_biases[1])
+
+
+def categorical_heads(
+    features: Tensor, policy: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor], actions: Tensor, start: int
+) -> CategoricalHeads:
+    """features: [M, H], M above 0; policy, value: the heads' weights and biases; actions: int64 [M], from start on."""
+    (rows, width), choices = features.shape, len(policy[0])
+    features, actions = features.detach().contiguous(), actions.contiguous()
+    log_p, figures = features.new_empty(choices, rows), features.new_empty(3, rows)
+    values, log_probs, entropy = figures
+    _layers.heads_forward(
+        rows, width, choices, start, _arrays(features, *policy, *value, actions, log_p, values, log_probs, entropy)
+    )
+    return CategoricalHeads(
+        features, policy[0].detach(), value[0].detach(), actions, start, log_p, values, log_probs, entropy
+    )
 
 
 class _TanhLinear(torch.autograd.Function):
@@ -108,5 +164,5 @@ class _LSTMLayer(torch.autograd.Function):
         return by_x, None, by_state[0], by_state[1], by_ih, by_hh, by_bias, by_bias
 
 
-def _arrays(*tensors: Tensor) -> tuple[NDArray[np.float32], ...]:
+def _arrays(*tensors: Tensor) -> tuple[NDArray[Any], ...]:
     return tuple([tensor.detach().numpy() for tensor in tensors])

@@ -17,17 +17,17 @@ HONEST, HOSTILE = b"honest", b"hostile"
 
 
 def test_hostile_messages_are_counted_touch_nobody_elses_memory_and_training_goes_on() -> None:
-    found = fuzz(20_000, seed=7)
+    found = fuzz(12_000, seed=7)
     assert found["problems"] == []
     coordinator, server = found["coordinator"], found["server"]
-    assert coordinator["decoded"] + coordinator["rejected"] == coordinator["messages"] == 19_000
-    assert coordinator["updates"] > 150
+    assert coordinator["decoded"] + coordinator["rejected"] == coordinator["messages"] == 11_400
+    assert coordinator["updates"] > 100
     assert coordinator["fills"] > coordinator["updates"]
-    assert coordinator["scribbles"] > 10, "hostile actors hold slots, too"
-    assert coordinator["counters"]["rejected_messages"] >= coordinator["rejected"] > 6000
-    assert coordinator["counters"]["refused_handshakes"] > 1000
+    assert coordinator["scribbles"] > 5, "hostile actors hold slots, too"
+    assert coordinator["counters"]["rejected_messages"] >= coordinator["rejected"] > 4000
+    assert coordinator["counters"]["refused_handshakes"] > 600
     assert coordinator["counters"]["names_made_up"] <= 256
-    assert server["counters"]["rejected_messages"] > 300
+    assert server["counters"]["rejected_messages"] > 200
 
 
 @pytest.fixture

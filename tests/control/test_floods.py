@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -100,6 +103,33 @@ def test_more_strangers_than_a_process_may_have_descriptors_end_neither_the_serv
         service.kill()
         service.wait()
         remove_socket_directory(endpoint)
+
+
+@pytest.mark.parametrize("network", ["ipc", "tcp"])
+def test_peers_that_were_cut_off_with_the_crowd_come_back_as_the_ones_they_were(
+    endpoint: str, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = [True]
+    monkeypatch.setattr(zeromq, "running_short", lambda: bool(short and short.pop()))
+    tcp = network == "tcp"
+    with closing(Router("tcp://127.0.0.1:*" if tcp else endpoint, allow_tcp=tcp)) as router:
+        with closing(Dealer(router.endpoint)) as first, closing(Dealer(router.endpoint)) as second:
+            names = {first: b"first", second: b"second"}
+            heard: dict[bytes, set[bytes]] = {name: set() for name in names.values()}
+            for _ in range(2):
+                wanted = set(names.values())
+                deadline = time.monotonic() + DEADLINE_S
+                while wanted and time.monotonic() < deadline:
+                    for dealer, name in names.items():
+                        dealer.send(name)
+                    for peer, name in router.receive(0.05):
+                        heard[name].add(peer)
+                        wanted.discard(name)
+                assert not wanted
+        assert (short, router.counters["connection_floods"]) == ([], 1)
+        assert [len(peers) for peers in heard.values()] == [1, 1]
+        if not tcp:
+            assert stat.S_IMODE(Path(endpoint.removeprefix("ipc://")).stat().st_mode) == 0o600
 
 
 def test_who_does_not_say_what_it_is_in_time_is_hung_up_on(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_an_env_that_returns_nothing_good_any_more_is_a_fault() -> None:
     batch, out = singles(TickEnv(), ScriptedEnv("reward", broken), bad_data=dropping())
     for _ in range(FRUITLESS_EPISODES - 1):
         step(batch, out)
-    with pytest.raises(EnvFault, match=rf"env 1 .*{FRUITLESS_EPISODES} episodes in a row were dropped"):
+    with pytest.raises(EnvFault, match=rf"env 1 .*{FRUITLESS_EPISODES} episodes in a row .* The last: .*reward is nan"):
         step(batch, out)
     batch, out = singles(TickEnv(), ScriptedEnv("reward", broken), bad_data=dropping())
     for _ in range(3):

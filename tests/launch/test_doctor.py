@@ -105,7 +105,8 @@ def test_it_says_whether_the_compiled_pass_is_there(built: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("built", "usable", "words"), [(True, True, "compiled layer"), (True, False, "AVX-512"), (False, False, "not built")]
+    ("built", "usable", "words"),
+    [(True, True, "compiled layer"), (True, False, "AVX-512"), (False, False, "not built")],
 )
 def test_it_says_which_lstm_is_used(built: bool, usable: bool, words: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(single_pass, "BUILT", True)

@@ -9,6 +9,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollout_service import checkpoint
 from rollout_service.launch.status import RunStatus, render, running
 from rollout_service.launch.train import ACCOUNT_NOTE
 from tests.fixtures.by_hand import Hands
-from tests.fixtures.machine import FaultyEnv, Service, eventually, run_command
+from tests.fixtures.machine import FaultyEnv, Service, eventually
 
 ENVS, STEPS, UPDATES = 2, 8, 150
 ROLLOUT = ENVS * STEPS
@@ -105,9 +106,8 @@ def test_batches_grow_with_guests_that_join_and_shrink_when_they_leave_or_die(
     assert re.search(r"^[123] of 1\.\.3 actors ready", stderr, re.MULTILINE)
     log, balance = entries(run_dir), account(run_dir)
     steps = [0, *(entry["env_steps"] for entry in log)]
-    assert [after - before for before, after in zip(steps, steps[1:], strict=False)] == [
-        entry["learner/valid_rows"] for entry in log
-    ]
+    made = [after - before for before, after in pairwise(steps)]
+    assert made == [entry["learner/valid_rows"] for entry in log]
     assert UPDATES * ROLLOUT == result["env_steps"] == steps[-1]
     assert result["updates"] < UPDATES
     assert (balance["missing"], balance["in_hand"], balance["trained"]) == (0, 0, steps[-1])
@@ -117,3 +117,29 @@ def test_batches_grow_with_guests_that_join_and_shrink_when_they_leave_or_die(
     saved = checkpoint.require(run_dir).checkpoint
     assert saved.manifest.env_steps == steps[-1]
     assert saved.arrays["returns/carried"].shape == (3 * ENVS,)
+
+
+def test_actors_that_fail_are_not_replaced_and_the_run_ends_with_the_last_of_them(tmp_path: Path) -> None:
+    run_dir, going_on = tmp_path / "run", ["--on-actor-failure", "continue"]
+    command = words(*going_on, actors=2, hurry=str(tmp_path / "never"), faults={"0.0": "raise"})
+    with Service(*command, cwd=tmp_path) as service:
+        eventually(lambda: rows_of_a_batch(run_dir) == ROLLOUT, START_S, "batches without the actor that failed")
+        assert entries(run_dir)[0]["learner/valid_rows"] == 2 * ROLLOUT
+        report = status_of(service).report
+        assert report is not None
+        assert report["actors"][0]["state"] == "abandoned"
+        last = service.child("--actor", "1")
+        assert last is not None
+        last.kill()
+        assert service.wait(10.0) == 1
+        stderr = service.stderr()
+    said = r"^actor {} \(incarnation 0, pid \d+\) ended with {}; not replaced, {} actors are left \(on_actor_failure"
+    assert re.search(said.format(0, "exit code 1", 1), stderr, re.MULTILINE)
+    assert re.search(said.format(1, r"signal 9 \(SIGKILL\)", 0), stderr, re.MULTILINE)
+    assert "ValueError: boom-7" in stderr
+    assert "env 1 of actor 0" in stderr
+    assert stderr.splitlines()[-1].startswith("rollout-service: no actor is left (on_actor_failure continue); the last")
+    assert entries(run_dir)[-1]["count/actors_given_up"] == 1
+    assert account(run_dir)["missing"] == 0
+    assert not (run_dir / "logs" / "actor-0.1.log").exists()
+    checkpoint.require(run_dir)

@@ -41,3 +41,30 @@ def test_an_update_that_was_saved_at_the_end_is_in_the_log(tmp_path: Path) -> No
     newest = checkpoint.newest(run_dir).checkpoint
     assert newest is not None
     assert newest.manifest.update == logged
+
+
+LATE_WORD = """
+import sys, time
+if "train" in sys.orig_argv:
+    from rollout_service.control import server
+    from rollout_service.control.effects import Send
+
+    carry_out = server.Server._carry_out
+
+    def late(self, effects):
+        # Peers hear of the run's end, and leave, long before the supervisor does.
+        if any(type(effect) is not Send and type(effect.event).__name__ == "RunFinished" for effect in effects):
+            carry_out(self, [effect for effect in effects if type(effect) is Send])
+            effects = [effect for effect in effects if type(effect) is not Send]
+            time.sleep(1.0)
+        carry_out(self, effects)
+
+    server.Server._carry_out = late
+"""
+
+
+def test_an_actor_that_leaves_a_finished_run_has_not_failed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LATE_WORD)
+    short = ["48" if word == "10000000" else word for word in WORDS]
+    with Service(*short, "--on-actor-failure", "stop", cwd=tmp_path, PYTHONPATH=f"{PROJECT}:{tmp_path}") as service:
+        assert service.wait(60.0) == 0, service.stderr()

@@ -88,6 +88,7 @@ def test_a_serial_run_goes_on_without_a_checkpoint_says_so_and_keeps_the_best(tm
 def test_a_serial_run_whose_last_checkpoint_fails_ends_with_an_error(tmp_path: Path) -> None:
     config = small_config(
         env="tests.fixtures.limits:FillsTheDisk",
+        env_kwargs={"after": str(checkpoints.checkpoint_root(tmp_path / "run") / "checkpoint-00000000")},
         run_dir=tmp_path / "run",
         total_steps=64 * 2,
         checkpoint_interval=100,

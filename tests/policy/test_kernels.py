@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_service.policy import kernels
+from rollout_service.policy import actor_critic, kernels
+from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.policy.compiled import USABLE
 from rollout_service.policy.recurrent import LSTMCore
+from rollout_service.runspec import Leaf, PolicySpec, SpaceKind, Spaces
 
 _layers = pytest.importorskip("rollout_service.policy._layers", reason="it was not built")
 pytestmark = pytest.mark.skipif(not USABLE, reason="no AVX-512 here")
@@ -74,6 +76,35 @@ def test_a_dense_layer_is_torchs(inputs: int, outputs: int, rows: int) -> None:
         got = torch.autograd.grad(out, wanted, slopes, retain_graph=True)
         for found, want in zip(got, torch.autograd.grad(expected, wanted, slopes, retain_graph=True), strict=True):
             assert torch.allclose(found, want, atol=2e-6 * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize(("choices", "start"), [(1, 0), (2, 0), (6, -2), (40, 3)])
+@pytest.mark.parametrize("rows", [1, 8, 13, 16, 100])
+def test_heads_are_those_of_the_plain_policy(
+    choices: int, start: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    vector = Leaf(kind=SpaceKind.BOX, shape=(3,), dtype="float32")
+    action = Leaf(kind=SpaceKind.DISCRETE, shape=(), dtype="int64", size=choices, start=start)
+    policy = ActorCritic(Spaces(observation=(vector,), action=action), PolicySpec(hidden_dim=48), seed=0)
+    with torch.no_grad():
+        for parameter in policy.head_parameters:
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    features = torch.randn(rows, 48, generator=draw)
+    actions = torch.randint(start, start + choices, (rows,), generator=draw)
+    slopes = torch.randn(3, rows, generator=draw)
+    found = policy.evaluate_heads(features, actions)
+    assert isinstance(found, kernels.CategoricalHeads)
+    monkeypatch.setattr(actor_critic, "takes", lambda _: False)
+    expected = policy.evaluate_heads(features, actions)
+    assert not isinstance(expected, kernels.CategoricalHeads)
+    for name in ("values", "log_probs", "entropy"):
+        assert torch.allclose(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5), name
+    back, gradients = found.gradients(*slopes)
+    plain_back, plain_gradients = expected.gradients(*slopes)
+    for got, want in zip((back, *gradients), (plain_back, *plain_gradients), strict=True):
+        assert got.shape == want.shape
+        assert torch.allclose(got, want, atol=2e-5 * max(1.0, float(want.abs().max())))
 
 
 def test_arrays_that_do_not_fit_are_refused_before_anything_is_written() -> None:
