@@ -19,7 +19,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from learner.sequences import SequenceBatch
-from rollout_service.errors import ConfigError
 from rollout_service.memory.schema import OBSERVATIONS
 
 PLAIN: Final = (
@@ -35,7 +34,7 @@ PLAIN: Final = (
 
 
 def write_batch(batch: SequenceBatch, path: Path, *, update: int, env: str) -> None:
-    """Raises ConfigError if the file cannot be written."""
+    """Raises OSError if the file cannot be written."""
     arrays = {name: getattr(batch, name) for name in PLAIN} | _observations(batch)
     arrays |= {f"initial_state/{name}": state for name, state in batch.initial_state.items()}
     content = save(
@@ -43,11 +42,8 @@ def write_batch(batch: SequenceBatch, path: Path, *, update: int, env: str) -> N
         {"update": str(update), "env": env},
     )
     beside = path.with_name(f"{path.name}.writing")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        raise ConfigError(f"dump_batch {path} cannot be written: {error.strerror}; choose another file") from error
+    beside.write_bytes(content)
+    beside.replace(path)
 
 
 def _observations(batch: SequenceBatch) -> dict[str, Tensor]:

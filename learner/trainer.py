@@ -230,9 +230,12 @@ class Trainer:
             return batch, TraceRows.of(rollout, batch, counts, scale, self.config)
 
     def _dump(self, batch: SequenceBatch, update: int) -> None:
-        """The batch that was asked for goes to its file, once."""
+        """The batch that was asked for goes to its file, once. A file that cannot be written ends no training."""
         if self._dump_to is not None and self.config.dump_batch_update in (None, update):
-            write_batch(batch, self._dump_to, update=update, env=self.spec.env)
+            try:
+                write_batch(batch, self._dump_to, update=update, env=self.spec.env)
+            except OSError as error:
+                print(f"learner: dump_batch {self._dump_to} was not written: {error}", file=sys.stderr, flush=True)
             self._dump_to = None
 
     def check_ratio_law(self, batch: SequenceBatch) -> float:
