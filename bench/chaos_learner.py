@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import random
 import re
 import statistics
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
+from bench.watched import PATIENCE_S, elapse, tensorboard_steps, until
 from rollout_service import checkpoint
 from rollout_service.bench.report import record
 from tests.fixtures.machine import Service
@@ -38,9 +36,6 @@ UPDATES_PER_KILL = 60
 CHECKPOINT_INTERVAL = 10
 LONGEST_START_S: Final = 3.0
 """A learner that is killed while it starts lives for at most so long: import, restore, first weights, and a bit."""
-POLL_S: Final = 0.005
-PATIENCE_S: Final = 120.0
-"""For anything that is waited for here."""
 CONFIG = (
     *("--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=5", "--num-actors", str(ACTORS)),
     *("--envs-per-actor", str(ENVS), "--num-steps", str(STEPS), "--hidden-dim", "32", "--epochs", "2"),
@@ -73,23 +68,23 @@ def _kill_all_along(service: Service, run_dir: Path, kills: int, rng: random.Ran
         point = UPDATES_PER_KILL * (len(killed) + 1) + rng.randrange(UPDATES_PER_KILL // 2)
         _await_updates(service, run_dir, point)
         actors = actors or _pids(service, "workers")
-        _until_elapsed(rng.uniform(0.0, 0.05))
+        elapse(rng.uniform(0.0, 0.05))
         killed.append(_kill(service, run_dir, killed, "learning", actors))
         if len(killed) < kills and rng.random() < 0.5:
-            _until(lambda: _learner(service, killed) is not None, "the next learner")
-            _until_elapsed(rng.uniform(0.0, LONGEST_START_S))
+            until(lambda: _learner(service, killed) is not None, "the next learner")
+            elapse(rng.uniform(0.0, LONGEST_START_S))
             killed.append(_kill(service, run_dir, killed, "starting", actors))
     return killed
 
 
 def _await_updates(service: Service, run_dir: Path, count: int) -> None:
-    _until(lambda: service.updates(run_dir) >= count or service.process.poll() is not None, f"{count} updates")
+    until(lambda: service.updates(run_dir) >= count or service.process.poll() is not None, f"{count} updates")
 
 
 def _kill(
     service: Service, run_dir: Path, killed: list[dict[str, Any]], moment: str, actors: set[int]
 ) -> dict[str, Any]:
-    victim: psutil.Process = _until(lambda: _learner(service, killed), "a learner to kill")
+    victim: psutil.Process = until(lambda: _learner(service, killed), "a learner to kill")
     lived = time.time() - victim.create_time()
     victim.kill()
     return {
@@ -125,7 +120,7 @@ def _figures(
         "x never steps back": [r["env_steps"] for r in records]
         == list(range(STEPS_PER_UPDATE, (updates + 1) * STEPS_PER_UPDATE, STEPS_PER_UPDATE)),
         "versions only grow": versions == sorted(set(versions)),
-        "TensorBoard shows the same x": _tensorboard_steps(run_dir) == [r["env_steps"] for r in records],
+        "TensorBoard shows the same x": tensorboard_steps(run_dir) == [r["env_steps"] for r in records],
         "no actor was restarted": logs == [f"actor-{a}.0.log" for a in range(ACTORS)]
         and all(kill["same_actors"] for kill in killed)
         and len(actors_then) == ACTORS,
@@ -164,16 +159,6 @@ def _downtime(at: float, records: list[dict[str, Any]]) -> float | None:
     return round(later[0] - at, 2) if later else None
 
 
-def _tensorboard_steps(run_dir: Path) -> list[int]:
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    # It says at each restart that it drops the events beyond; that is what is asked for here.
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={SCALARS: 0})
-    events.Reload()
-    return [event.step for event in events.Scalars("learner/version")]
-
-
 def _learner(service: Service, killed: list[dict[str, Any]]) -> psutil.Process | None:
     found = service.child("-m", "learner")
     return found if found is not None and found.pid not in {kill["pid"] for kill in killed} else None
@@ -188,21 +173,6 @@ def _pids(service: Service, module: str) -> set[int]:
         except psutil.Error:
             continue
     return found
-
-
-def _until(holds: Callable[[], Any], what: str) -> Any:
-    """The first true value of `holds()`."""
-    deadline, pause = time.monotonic() + PATIENCE_S, threading.Event()
-    while not (value := holds()):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"not within {PATIENCE_S:g} s: {what}")
-        pause.wait(POLL_S)
-    return value
-
-
-def _until_elapsed(seconds: float) -> None:
-    """A random moment is a moment of the clock: nothing that can be waited for marks it."""
-    threading.Event().wait(seconds)
 
 
 def main() -> int:

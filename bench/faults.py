@@ -4,17 +4,18 @@
     terminated   SIGTERM, as an operator would
     paused       SIGSTOP, and SIGCONT before anybody takes it for dead
     frozen       SIGSTOP, for good: the service has to find out and replace it
+    joined       a guest comes, where the run has places for guests
 
-Actors and the learner are victims; the service itself is in `short_runs`. Moments, kinds and victims are drawn from a
-seed beforehand, but for what the machine's own timing adds. What must never happen: a signal to a process that is not
-of the run.
+Actors, guests and the learner are victims; the service itself is in `short_runs`. A guest is never frozen: the
+service kills nobody else's child, and would wait. Meanwhile the env returns bad data now and then, and takes its
+time. Moments, kinds and victims are drawn from a seed beforehand, but for what the machine's own timing adds. What must
+never happen: a signal to a process that is not of the run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-import logging
 import random
 import signal
 import statistics
@@ -22,19 +23,23 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import psutil
 
-from bench.watched import Sample, Watch, WatchedRun, elapse, until
+from bench import unsteady
+from bench.watched import Sample, Watch, WatchedRun, elapse, say, tensorboard_steps, until
 from rollout_service import checkpoint
 from tests.fixtures.machine import run_command
 
 ENVS, STEPS = 4, 32
 SILENCE_S: Final = 4.0
 OTHERS_PER_KILL: Final = {"terminated": 0.15, "paused": 0.2, "frozen": 0.04}
+GUESTS_PER_KILL: Final = 0.5
 LEARNER_SHARE: Final = 0.2
 """Of the victims. It takes seconds to come back, and actors that nobody trains on only wait."""
 LONGEST_PAUSE_S: Final = 1.5
@@ -48,12 +53,16 @@ FULL_BAR_S: Final = 10.0
 MORE_UPDATES: Final = 20
 """A stopped run is gone on with for so many."""
 EXIT_CTRL_C: Final = 130
+GUEST_CODES: Final = {0, -signal.SIGKILL, -signal.SIGTERM}
+"""It was told to leave, was killed, or was terminated before it could hear it."""
+PROGRESS_EVERY_S: Final = 15.0
 
 
 def settings(schedule: str, actors: int) -> tuple[str, ...]:
     """The words of a small memory task with `schedule` streaming or lockstep."""
     return (
-        *("--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=5", "--num-actors", str(actors)),
+        *("--env", unsteady.NAME, "--env-kwargs", "corridor=5", "--num-actors", str(actors)),
+        *("--on-bad-data", "drop", "--obs-limit", str(unsteady.LIMIT)),
         *("--envs-per-actor", str(ENVS), "--num-steps", str(STEPS), "--hidden-dim", "32", "--epochs", "2"),
         *("--envs-per-minibatch", "4", "--checkpoint-interval", "20", "--json", "--learner-threads", "1"),
         *("--max-policy-lag", "1" if schedule == "streaming" else "0", "--silence-timeout", str(SILENCE_S)),
@@ -70,10 +79,10 @@ class Fault:
     learner: bool
 
 
-def plan(rng: random.Random, seconds: float, kills: int) -> list[Fault]:
-    """Exactly so many kills, and the share of other faults that goes with them."""
+def plan(rng: random.Random, seconds: float, kills: int, *, guests: bool = False) -> list[Fault]:
+    """Exactly so many kills, and the share of other faults that goes with them; guests: they come, too."""
     kinds = ["killed"] * kills
-    for kind, share in OTHERS_PER_KILL.items():
+    for kind, share in (OTHERS_PER_KILL | ({"joined": GUESTS_PER_KILL} if guests else {})).items():
         kinds += [kind] * round(share * kills)
     return sorted(
         (Fault(rng.uniform(0.0, seconds), kind, rng.random() < LEARNER_SHARE) for kind in kinds),
@@ -82,19 +91,32 @@ def plan(rng: random.Random, seconds: float, kills: int) -> list[Fault]:
 
 
 def run_with_faults(
-    directory: Path, *, schedule: str, actors: int, seconds: float, kills: int, measured: int, seed: int, resume: bool
+    directory: Path,
+    *,
+    schedule: str,
+    actors: int,
+    guests: int = 0,
+    seconds: float,
+    kills: int,
+    measured: int,
+    seed: int,
+    resume: bool,
 ) -> dict[str, Any]:
     """One run: faults, then `measured` kills of an actor in quiet, then the end. Figures, and `checks`: what must hold.
 
-    resume: the run is stopped once the faults are through, and gone on with to a normal end.
+    guests: places for them. resume: the run is stopped once the faults are through, and gone on with to a normal end.
     """
     rng = random.Random(seed)
     words = (*settings(schedule, actors), "--seed", str(seed))
+    words += ("--max-actors", str(actors + guests)) if guests else ()
     with WatchedRun(*words, "--total-steps", str(10**9), directory=directory) as run:
-        with Watch(run.endpoint()) as watch:
-            until(lambda: watch.last and watch.last.all_there and watch.last.updates >= 2, "a run that runs")
-            done = _inject(run, plan(rng, seconds, kills), rng, seconds)
+        with Watch(run.endpoint(), actors) as watch:
             _until_well(run, watch, updates=5)
+            before = run.holdings()
+            done = _inject(run, watch, plan(rng, seconds, kills, guests=guests > 0), rng, seconds, guests)
+            run.dismiss_guests()
+            _until_well(run, watch, updates=5)
+            after = run.holdings()
             recoveries = [_recovery(run, watch, rng) for _ in range(measured)]
             run.service.signal_group(signal.SIGINT)
             code = run.service.wait(60.0)
@@ -102,19 +124,27 @@ def run_with_faults(
         figures = _figures(run, watch.samples, done, recoveries, actors, schedule)
         checks = {
             **_checks(run, watch.samples, lag=int(schedule == "streaming")),
+            **_bars(recoveries),
             "Ctrl-C ends the run with its exit code": code == EXIT_CTRL_C,
             "nothing is left": not left,
-            "all kills were made": done["actor killed"] + done["learner killed"] == kills,
+            "the service holds what it held before the faults": after == before,
+            "all kills were made": _kills(done) == kills,
         }
+        if guests:
+            checks |= _of_guests(run, watch.samples, done)
     if resume:
         checks |= _gone_on_with(directory, words, run.records(), actors)
-    return figures | {"left": left, "exit_code": code, "checks": checks, "right": all(checks.values())}
+    figures |= {"held_before": before, "held_after": after, "left": left, "exit_code": code}
+    return figures | {"checks": checks, "right": all(checks.values())}
 
 
-def _inject(run: WatchedRun, faults: Sequence[Fault], rng: random.Random, seconds: float) -> Counter[str]:
+def _inject(
+    run: WatchedRun, watch: Watch, faults: Sequence[Fault], rng: random.Random, seconds: float, guests: int
+) -> Counter[str]:
     """What was done, by role and kind."""
     done: Counter[str] = Counter()
-    start = time.monotonic()
+    endpoint = run.endpoint()
+    start = said = time.monotonic()
     to_wake: list[tuple[float, int, psutil.Process]] = []
 
     def wake_until(moment: float) -> None:
@@ -127,34 +157,59 @@ def _inject(run: WatchedRun, faults: Sequence[Fault], rng: random.Random, second
 
     for number, fault in enumerate(faults):
         wake_until(start + fault.at)
-        victim, role = until(
-            lambda fault=fault: (run.over and (None, "")) or _victim(run, fault.learner, rng), "a victim"
-        )
-        if victim is None:
-            raise SystemExit(f"the run has ended in the middle of its faults:\n{run.service.stderr()[-3000:]}")
-        with contextlib.suppress(psutil.Error):
-            match fault.kind:
-                case "killed":
-                    victim.kill()
-                case "terminated":
-                    victim.terminate()
-                case "paused":
-                    victim.suspend()
-                    heapq.heappush(to_wake, (time.monotonic() + rng.uniform(0.05, LONGEST_PAUSE_S), number, victim))
-                case "frozen":
-                    victim.suspend()
-            done[f"{role} {fault.kind}"] += 1
+        if fault.kind == "joined":
+            if len(run.guests()) < guests:
+                run.invite(endpoint)
+                done["guest joined"] += 1
+            continue
+        victim, role = until(partial(_struck, run, fault, rng), "a victim")
+        done[f"{role} {fault.kind}"] += 1
+        if fault.kind == "paused":
+            heapq.heappush(to_wake, (time.monotonic() + rng.uniform(0.05, LONGEST_PAUSE_S), number, victim))
+        if time.monotonic() - said > PROGRESS_EVERY_S and (last := watch.last):
+            said = time.monotonic()
+            say(
+                f"{said - start:.0f} of {seconds:g} s, {_kills(done)} kills, {last.updates} updates, "
+                f"{last.guests} guests, {last.missing} env steps missing"
+            )
     wake_until(start + seconds)
     wake_until(time.monotonic() + LONGEST_PAUSE_S)
     return done
 
 
-def _victim(run: WatchedRun, learner: bool, rng: random.Random) -> tuple[psutil.Process, str] | None:
+def _struck(run: WatchedRun, fault: Fault, rng: random.Random) -> tuple[psutil.Process, str] | None:
+    """Somebody to whom it was done; None if nobody was there for it just now."""
+    if run.over:
+        raise SystemExit(f"the run has ended in the middle of its faults:\n{run.service.stderr()[-3000:]}")
+    found = _victim(run, fault, rng)
+    if found is None:
+        return None
+    victim, _ = found
+    try:
+        match fault.kind:
+            case "killed":
+                victim.kill()
+            case "terminated":
+                victim.terminate()
+            case "paused" | "frozen":
+                victim.suspend()
+    except psutil.Error:  # it was gone before
+        return None
+    return found
+
+
+def _victim(run: WatchedRun, fault: Fault, rng: random.Random) -> tuple[psutil.Process, str] | None:
     """Somebody who lives; the other role if none of this one does just now."""
-    for is_learner in (learner, not learner):
-        if found := run.roles("learner" if is_learner else "workers"):
-            return rng.choice(found), "learner" if is_learner else "actor"
-    return None
+    learners = [(process, "learner") for process in run.roles("learner")]
+    actors = [(process, "actor") for process in run.roles("workers")]
+    if fault.kind != "frozen":
+        actors += [(process, "guest") for process in run.guests()]
+    found = (learners or actors) if fault.learner else (actors or learners)
+    return rng.choice(found) if found else None
+
+
+def _kills(done: Counter[str]) -> int:
+    return sum(count for what, count in done.items() if what.endswith(" killed"))
 
 
 def _until_well(run: WatchedRun, watch: Watch, updates: int) -> None:
@@ -199,7 +254,30 @@ def _recovery(run: WatchedRun, watch: Watch, rng: random.Random) -> dict[str, fl
         return found["full_s"] is not None or now - at > 3 * FULL_BAR_S
 
     until(look, "the rate after a kill")
+    say(f"an actor killed in quiet: {found}")
     return found
+
+
+def _bars(recoveries: Sequence[dict[str, float | None]]) -> dict[str, bool]:
+    def within(name: str, bar: float) -> bool:
+        return all((seconds := recovery[name]) is not None and seconds <= bar for recovery in recoveries)
+
+    return {
+        f"the survivors' rate is back within {SURVIVORS_BAR_S:g} s": within("survivors_s", SURVIVORS_BAR_S),
+        f"the whole rate is back within {FULL_BAR_S:g} s": within("full_s", FULL_BAR_S),
+    }
+
+
+def _of_guests(run: WatchedRun, samples: Sequence[Sample], done: Counter[str]) -> dict[str, bool]:
+    """A guest whose predecessor is not proven to be dead yet may be refused."""
+    ends = run.ends_of_guests()
+    return {
+        "guests took part": any(sample.guests for sample in samples),
+        "all guests are accounted for": len(ends) == done["guest joined"],
+        "guests end without an error": all(
+            "Traceback" not in words and (code in GUEST_CODES or "no place is free" in words) for code, words in ends
+        ),
+    }
 
 
 def _figures(
@@ -215,7 +293,7 @@ def _figures(
     return {
         "schedule": schedule,
         "actors": actors,
-        "kills": done["actor killed"] + done["learner killed"],
+        "kills": _kills(done),
         "faults": dict(sorted(done.items())),
         "updates": len(records),
         "reports": len(samples),
@@ -260,14 +338,23 @@ def _checks(run: WatchedRun, samples: Sequence[Sample], lag: int) -> dict[str, b
         "env steps only grow": all(a < b for a, b in pairwise(env_steps)),
         "versions only grow": all(a < b for a, b in pairwise(versions))
         and all(a.version <= b.version for a, b in pairwise(samples)),
-        "TensorBoard shows the same x": _tensorboard_steps(directory) == env_steps,
+        "each update trained on the rows it counts": [b - a for a, b in pairwise([0, *env_steps])]
+        == [record["learner/valid_rows"] for record in records],
+        "each bad step cost one episode": bool(records)
+        and _bad(records[-1], "dropped_episodes") == _bad(records[-1], "bad_observations", "bad_rewards"),
+        "TensorBoard shows the same x": tensorboard_steps(run.run_dir) == env_steps,
         "no rollout was too old": all(sample.furthest_lag <= lag for sample in samples),
         "every slot was checked, none was torn": all(record.get("learner/slots_checked", 0) > 0 for record in records)
         and "TornSlot" not in run.service.stderr(),
         "the newest checkpoint is of the last update": newest is not None
         and not found.damaged
         and newest.manifest.update == len(records),
+        "all of it is finite": newest is not None and all(np.isfinite(array).all() for array in newest.arrays.values()),
     }
+
+
+def _bad(record: dict[str, float], *counts: str) -> int:
+    return int(sum(record.get(f"count/{name}", 0) for name in counts))
 
 
 def _gone_on_with(
@@ -291,13 +378,3 @@ def _gone_on_with(
         "its last checkpoint can be played": run_command("eval", "run", "--episodes", "2", cwd=directory).returncode
         == 0,
     }
-
-
-def _tensorboard_steps(run_dir: Path) -> list[int]:
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
-
-    # It says at each restart that it drops the events beyond; that is what is asked for here.
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={SCALARS: 0})
-    events.Reload()
-    return [event.step for event in events.Scalars("learner/version")]

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from bench.watched import PATIENCE_S, WatchedRun, elapse, short_directory, until
+from bench.watched import PATIENCE_S, WatchedRun, elapse, say, short_directory, until
 from rollout_service import checkpoint
 from tests.fixtures.machine import run_command
 
@@ -31,11 +31,13 @@ STOPS: Final = {
     "SIGINT": (signal.SIGINT, {130}),
     "SIGTERM": (signal.SIGTERM, {143}),
     "SIGINT twice": (signal.SIGINT, {130}),
+    "SIGTERM twice": (signal.SIGTERM, {143}),
     "SIGKILL": (signal.SIGKILL, {-signal.SIGKILL}),
 }
 """Name -> signal, and the exit codes it may lead to; a run that has ended by then may have 0 as well."""
 END_S: Final = 30.0
 SWEPT_S: Final = 120.0
+SAID_EVERY: Final = 10
 
 
 def words(seed: int) -> tuple[str, ...]:
@@ -56,6 +58,8 @@ def run_to_the_end(directory: Path, count: int, bar_s: float = BAR_S) -> dict[st
                 problems.append(
                     f"run {number}: exit code {code} after {took[-1]:.1f} s\n{run.service.stderr()[-2000:]}"
                 )
+        if number % SAID_EVERY == SAID_EVERY - 1:
+            say(f"{number + 1} of {count} runs in a row, the longest took {max(took):.1f} s")
     return {"runs": count, "longest_s": round(max(took, default=0.0), 2), "problems": problems, "right": not problems}
 
 
@@ -78,6 +82,8 @@ def run_and_stop(directory: Path, count: int, seed: int, longest_s: float) -> di
         codes[f"{name}: {found['code']}"] += 1
         ends.append(found["end_s"])
         problems += [f"run {number}, {name} after {moment:.2f} s: {problem}" for problem in found["problems"]]
+        if number % SAID_EVERY == SAID_EVERY - 1:
+            say(f"{number + 1} of {count} runs stopped, the longest end took {max(ends):.1f} s")
     swept_s = _sweep(directory, killed, sockets)
     if swept_s is None:
         problems += [f"{what} is left for good" for run in killed for what in run.leftovers(0.0)]
@@ -99,7 +105,7 @@ def _stop(run: WatchedRun, name: str, moment: float, rng: random.Random) -> dict
     elapse(moment)
     at = time.monotonic()
     _send(run, name, signum)
-    if name == "SIGINT twice":
+    if name.endswith("twice"):
         elapse(rng.uniform(0.0, 0.5))
         _send(run, name, signum)
     code = run.service.wait(END_S)

@@ -1,16 +1,21 @@
 """A run under test: started like any other, watched from outside all along, and looked at once it is over.
 
 `Watch` asks the service for its report, as `rollout-service status` does, many times a second: what it says of itself
-has to be right at every moment, not just in the end. `leftovers` says what of a run is still there. Whoever uses this
-may kill and stop what belongs to its own run; runs of other people on the same machine are never looked at.
+has to be right at every moment, not just in the end. `leftovers` says what of a run is still there. Guests are actors
+that are started by hand. Whoever uses this may kill and stop what belongs to its own run; runs of other people on the
+same machine are never looked at.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,8 +34,9 @@ from rollout_service.control.messages import Hello, Role, Status, StatusReport
 from rollout_service.errors import RolloutServiceError
 from rollout_service.launch.cleanup import run_header
 from rollout_service.launch.train import ACCOUNT_NOTE
+from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.memory.segment import SegmentInfo, list_segments
-from tests.fixtures.machine import Service
+from tests.fixtures.machine import Service, environment
 
 POLL_S: Final = 0.005
 PATIENCE_S: Final = 120.0
@@ -39,6 +45,13 @@ SAMPLE_EVERY_S: Final = 0.05
 ANSWER_S: Final = 10.0
 WORKING: Final = ("waiting", "collecting", "late")
 """States of an actor that has joined."""
+STEADY_S: Final = 1.0
+BEGAN: Final = time.monotonic()
+
+
+def say(text: str) -> None:
+    """A line for whoever is watching, with the seconds since the start of this program."""
+    print(f"{time.monotonic() - BEGAN:7.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def until(holds: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
@@ -72,6 +85,7 @@ class WatchedRun:
         self.sockets = sockets or short_directory()
         extra = {SOCKET_DIR_VARIABLE: str(self.sockets)}
         self.service = Service("--run-dir", "run", *words, cwd=directory, **extra)
+        self._guests: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +94,9 @@ class WatchedRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.service.__exit__(kind, error, trace)
+        for guest in self._guests:
+            guest.kill()
+            guest.wait()
         if self._own_sockets:
             shutil.rmtree(self.sockets, ignore_errors=True)
 
@@ -134,10 +151,54 @@ class WatchedRun:
                 found.append(process)
         return found
 
+    def invite(self, endpoint: str) -> None:
+        """Starts a guest."""
+        words = [sys.executable, "-m", "workers", "--connect", endpoint]
+        inherited = {name: value for name, value in environment().items() if name != PARENT_VARIABLE}
+        with self._log_of(len(self._guests)).open("w") as log:
+            self._guests.append(
+                subprocess.Popen(
+                    words, cwd=self.directory, env=inherited, stdout=log, stderr=log, start_new_session=True
+                )
+            )
+
+    def guests(self) -> list[psutil.Process]:
+        """Those that live."""
+        found = []
+        for guest in self._guests:
+            if guest.poll() is None:
+                found.append(psutil.Process(guest.pid))
+        return found
+
+    def dismiss_guests(self) -> None:
+        """Asks them to leave, and waits until they have."""
+        for guest in self._guests:
+            guest.send_signal(signal.SIGTERM)
+        until(lambda: not self.guests(), "all guests have left")
+
+    def ends_of_guests(self) -> list[tuple[int, str]]:
+        """Exit code and words of each that is gone."""
+        ended = [(guest.poll(), self._log_of(number)) for number, guest in enumerate(self._guests)]
+        return [(code, log.read_text()) for code, log in ended if code is not None]
+
+    def _log_of(self, guest: int) -> Path:
+        return self.directory / f"guest-{guest}.txt"
+
+    def holdings(self) -> dict[str, int]:
+        """What the service has open: the fewest descriptors and threads within a second, and segments."""
+        process, until_then, pause = psutil.Process(self.pid), time.monotonic() + STEADY_S, threading.Event()
+        descriptors: list[int] = []
+        threads: list[int] = []
+        while not descriptors or time.monotonic() < until_then:
+            descriptors.append(process.num_fds())
+            threads.append(process.num_threads())
+            pause.wait(SAMPLE_EVERY_S)
+        return {"descriptors": min(descriptors), "threads": min(threads), "segments": len(self.segments())}
+
     def leftovers(self, processes_within_s: float = 10.0) -> list[str]:
         """What of the run is still there, although its service is gone."""
         deadline, pause = time.monotonic() + processes_within_s, threading.Event()
-        while (alive := self.processes()) and time.monotonic() < deadline:
+        while (alive := [*self.processes(), *self.guests()]) and time.monotonic() < deadline:
             pause.wait(POLL_S)
         return [
             *(f"process {process.pid}" for process in alive),
@@ -157,6 +218,17 @@ class WatchedRun:
         return [json.loads(found) for found in re.findall(f"{re.escape(ACCOUNT_NOTE)}(.*)$", text, re.M)]
 
 
+def tensorboard_steps(run_dir: Path) -> list[int]:
+    """x of each update, as TensorBoard shows it."""
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+    # It says at each restart that it drops the events beyond; that is what is asked for here.
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={SCALARS: 0})
+    events.Reload()
+    return [event.step for event in events.Scalars("learner/version")]
+
+
 @dataclass(frozen=True)
 class Sample:
     """One report. at: seconds of the monotonic clock."""
@@ -168,7 +240,9 @@ class Sample:
     version: int
     furthest_lag: int
     actors: tuple[tuple[int, bool], ...]
-    """(incarnation, has joined) per place."""
+    """(incarnation, has joined) per place of the run's own actors."""
+    guests: int
+    """How many have joined."""
 
     @property
     def all_there(self) -> bool:
@@ -178,7 +252,9 @@ class Sample:
 class Watch:
     """Asks one run for its report in a thread of its own, until it is told to stop. A context manager."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, actors: int) -> None:
+        """actors: how many the run starts itself."""
+        self._actors = actors
         self.samples: list[Sample] = []
         self.unanswered = 0
         self._endpoint = endpoint
@@ -215,14 +291,15 @@ class Watch:
                 while not self._leave.wait(SAMPLE_EVERY_S):
                     answer = client.exchange(Status(), StatusReport, resend_every_s=1.0, deadline_s=ANSWER_S)
                     if isinstance(answer, StatusReport):
-                        self.samples.append(_sample(answer.report))
+                        self.samples.append(_sample(answer.report, self._actors))
             except RolloutServiceError:
                 self.unanswered += not self._leave.is_set()
             finally:
                 client.close()
 
 
-def _sample(report: dict[str, Any]) -> Sample:
+def _sample(report: dict[str, Any], actors: int) -> Sample:
+    places = [(actor["incarnation"], actor["state"] in WORKING) for actor in report["actors"]]
     return Sample(
         at=time.monotonic(),
         committed=report["account"]["committed"],
@@ -230,5 +307,6 @@ def _sample(report: dict[str, Any]) -> Sample:
         updates=report["updates"],
         version=report["version"] or 0,
         furthest_lag=max(map(int, report["policy_lags"]), default=0),
-        actors=tuple((actor["incarnation"], actor["state"] in WORKING) for actor in report["actors"]),
+        actors=tuple(places[:actors]),
+        guests=sum(joined for _, joined in places[actors:]),
     )

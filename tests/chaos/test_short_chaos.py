@@ -25,9 +25,9 @@ def test_after_kills_of_actors_and_learner_the_account_closes_and_nothing_is_lef
 
 
 def test_runs_that_are_stopped_at_random_moments_end_with_a_code_and_leave_nothing(tmp_path: Path) -> None:
-    found = run_and_stop(tmp_path, 4, seed=1, longest_s=2.0)
+    found = run_and_stop(tmp_path, 5, seed=1, longest_s=2.0)
     assert found["problems"] == []
-    assert sum(found["exit_codes"].values()) == 4
+    assert sum(found["exit_codes"].values()) == 5
     assert found["exit_codes"]["SIGKILL: -9"] == 1
 
 
