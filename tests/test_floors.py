@@ -117,9 +117,10 @@ def test_torch_stays_where_networks_are() -> None:
 def test_pure_modules_read_no_clock_and_do_no_io() -> None:
     pure = [
         ROOT / "rollout_service" / "recurrence.py",
+        ROOT / "rollout_service" / "tally.py",
         *(
             ROOT / "rollout_service" / "control" / f"{name}.py"
-            for name in ("ledger", "scheduling", "filling", "waits", "coordinator")
+            for name in ("barriers", "ledger", "scheduling", "filling", "waits", "coordinator")
         ),
         *(ROOT / "learner" / f"{name}.py" for name in ("gae", "single_pass", "scan", "vtrace", "sequences", "ppo")),
     ]

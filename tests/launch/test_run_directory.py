@@ -9,8 +9,9 @@ import pytest
 
 from rollout_service.config import TrainConfig
 from rollout_service.errors import CheckpointError, ConfigError
-from rollout_service.launch.rundir import RunDirectory, default_run_directory
+from rollout_service.launch.rundir import RunDirectory, default_run_directory, unsaved
 from tests.fixtures.limits import largest_file
+from tests.test_checkpoint import save
 
 
 def test_the_default_name_says_env_and_time():
@@ -57,3 +58,9 @@ def test_settings_that_a_full_disk_does_not_take_are_an_error_and_the_old_ones_s
     ):
         opened.save(TrainConfig())
     assert (tmp_path / "config.toml").read_text() == "seed = 1\n"
+
+
+def test_what_is_in_no_checkpoint_is_said_in_updates(tmp_path: Path):
+    assert unsaved(tmp_path, 7) == "7 updates are to be made again: the run goes on from the start"
+    save(tmp_path, 5)
+    assert unsaved(tmp_path, 7) == "2 updates are to be made again: the run goes on from checkpoint-00000005"
