@@ -70,7 +70,7 @@ def soak(directory: Path, *, schedule: str, seconds: float, seed: int = 1) -> di
         same = _names(run) == names
         run.service.signal_group(signal.SIGINT)
         code = run.service.wait(60.0)
-        left, records = run.leftovers(), run.records()
+        left, updates, account = run.leftovers(), run.service.updates(run.run_dir), run.accounts()[-1]
     warm_up = min(WARM_UP_SHARE, WARM_UP_S / seconds)
     processes = {name: _figures(samples, warm_up) for name, samples in taken.items()}
     checks = {
@@ -84,14 +84,15 @@ def soak(directory: Path, *, schedule: str, seconds: float, seed: int = 1) -> di
         "threads are constant": all(each["threads"][0] == each["threads"][1] for each in processes.values()),
         "segments are constant": len(set(segments)) == 1,
         "Ctrl-C ends the run with its exit code": code == EXIT_CTRL_C,
+        "the account closes": account["missing"] == 0,
         "nothing is left": not left,
     }
     return {
         "schedule": schedule,
         "seconds": seconds,
         "warm_up_seconds": round(warm_up * seconds, 1),
-        "updates": len(records),
-        "env_steps": int(records[-1]["env_steps"]),
+        "updates": updates,
+        "env_steps": account["trained"],
         "segments": segments[0][0],
         "segments_mib": round(segments[0][1] / 2**20, 2),
         "processes": processes,

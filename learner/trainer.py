@@ -104,6 +104,8 @@ class Trainer:
         self.updates_skipped = 0
         self.epochs = Epochs(self.policy, config)
         self._shuffle = generator(spec.seed, Purpose.MINIBATCH)
+        # Nothing draws from torch's global generator; it is saved, and so is the same in equal runs.
+        torch.manual_seed(spec.seed)
         self._dump_to = config.dump_batch
         self._reward_scale = RewardScale(config, spec)
         self._ratio_limit = RATIO_LIMIT_CUDA if self.device.type == "cuda" else RATIO_LIMIT_CPU

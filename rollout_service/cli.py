@@ -100,9 +100,7 @@ def evaluate(words: Sequence[str]) -> int:
     parser = _parser("eval", evaluate)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="a run directory, or one checkpoint in it")
     parser.add_argument("--episodes", type=int, default=100, metavar="N", help="episodes to play (default: 100)")
-    parser.add_argument(
-        "--best", action="store_true", help="the one with the highest return_mean instead"
-    )
+    parser.add_argument("--best", action="store_true", help="the one with the highest return_mean instead")
     parser.add_argument("--argmax", action="store_true", help="the most probable action instead of a sampled one")
     parser.add_argument("--num-envs", type=int, default=8, metavar="N", help="envs played at once (default: 8)")
     parser.add_argument("--seed", type=int, default=1, help="root of the random streams (default: 1)")

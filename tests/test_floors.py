@@ -40,7 +40,7 @@ FLOORS: dict[str, int] = {
 HOMES = {
     "zmq": {"rollout_service/control/zeromq.py"},
     "msgpack": {"rollout_service/control/messages.py"},
-    "multiprocessing.shared_memory": {"rollout_service/memory/segment.py"},
+    "multiprocessing.shared_memory": {"rollout_service/memory/mapping.py"},
 }
 TORCH_FLOORS = {"rollout_service.policy", "workers", "learner", "rollout_service.launch", "rollout_service.bench"}
 

@@ -115,7 +115,8 @@ class Attendance:
     def _report(self, client: Client, error: BaseException) -> int:
         text = str(error) if isinstance(error, RolloutServiceError) else f"{type(error).__name__}: {error}"
         trace = "" if isinstance(error, PLAIN) else traceback.format_exc()
-        if trace and self.by_hand:
+        if trace:
+            # Not in BYE alone: where the service is busy, this process is gone before it is read.
             print(trace, file=sys.stderr, end="")
         self._say(text)
         client.bye(text, trace)

@@ -159,21 +159,19 @@ class Coordinator:
             case Status():
                 return [Send(peer, StatusReport(report=self.report(now)))]
             case Hello(role=Role.OBSERVER):
-                return self._admission.hello(peer, message, self._progress(), now)
+                return self._admission.hello(peer, message, self._updates.standing(), now)
             case Bye():
                 return self._bye(peer, message, now)
-            case Publish():
-                return self._publish(peer, message, now)
-            case Release():
-                return self._release(peer, message, now)
+            case Publish() | Release():
+                return self._of_learner(peer, message, now)
             case Hello() | Join() | Ready() | Commit() | Abort() if self.stopped is not None:
                 return [Send(peer, Stop(reason=self.stopped))]
             case Hello():
-                return self._admission.hello(peer, message, self._progress(), now)
+                return self._admission.hello(peer, message, self._updates.standing(), now)
             case Join():
                 return self._join(peer, message, now)
             case Ready():
-                return self._ready(peer, message, now)
+                return self._of_learner(peer, message, now)
             case Abort():
                 return self._abort(peer, message, now)
             case _:
@@ -288,25 +286,13 @@ class Coordinator:
         return [answer, *effects, *again, *self._proceed(now)]
 
     def _accepted(self, identity: Identity, commit: Commit, place: Place | None, now: float) -> Effect:
-        env_steps = self._updates.accepted(commit)
+        rollout = self._updates.accepted(identity, commit)
         self._filling.committed(now)
-        self._collected.add(now, env_steps)
+        self._collected.add(now, rollout.env_steps)
         if place is not None:
-            place.rate.add(now, env_steps)
+            place.rate.add(now, rollout.env_steps)
             place.lag = self._updates.newest - commit.version
-        return Notify(
-            events.RolloutCommitted(
-                actor_id=identity.actor_id,
-                incarnation=identity.incarnation,
-                slot=commit.slot,
-                env_steps=env_steps,
-                version=commit.version,
-                episodes=commit.episodes,
-                seconds=commit.seconds,
-                counters=commit.counters,
-                remarks=commit.remarks,
-            )
-        )
+        return Notify(rollout)
 
     def _abort(self, peer: bytes, abort: Abort, now: float) -> list[Effect]:
         place = self._roster.present(peer)
@@ -370,15 +356,26 @@ class Coordinator:
         learner.ready, learner.told = False, Restore(version=self._updates.newest)
         return [Send(learner.peer, learner.told)]
 
-    def _ready(self, peer: bytes, ready: Ready, now: float) -> list[Effect]:
+    def _of_learner(self, peer: bytes, message: Ready | Publish | Release, now: float) -> list[Effect]:
         learner = self._admission.learner
         if learner is None or learner.peer != peer:
-            return self.reject(peer, "READY of a peer that is not this run's learner; say HELLO first")
+            what = message_name(type(message)).upper()
+            return self.reject(peer, f"{what} of a peer that is not this run's learner; say HELLO first")
+        match message:
+            case Ready():
+                return self._ready(learner, message, now)
+            case Publish():
+                return self._publish(learner, message, now)
+            case Release():
+                self._updates.release(message.update)
+                return self._proceed(now)
+
+    def _ready(self, learner: LearnerSeat, ready: Ready, now: float) -> list[Effect]:
         if learner.ready or (learner.told is not None and ready.version <= learner.told.version):
             return self._told_again(learner)
         if self.version is not None and ready.version <= self.version:
             return self.reject(
-                peer,
+                learner.peer,
                 f"ready.version {ready.version} is not above {self.version}, which actors may have; publish higher",
             )
         learner.ready, learner.told = True, None
@@ -388,10 +385,8 @@ class Coordinator:
         self._filling.open(now)
         return [*told, *self._proceed(now)]
 
-    def _publish(self, peer: bytes, publish: Publish, now: float) -> list[Effect]:
-        learner, batch = self._admission.learner, self._updates.batch
-        if learner is None or learner.peer != peer:
-            return self.reject(peer, "PUBLISH of a peer that is not this run's learner; say HELLO first")
+    def _publish(self, learner: LearnerSeat, publish: Publish, now: float) -> list[Effect]:
+        peer, batch = learner.peer, self._updates.batch
         if publish.update <= self.updates_done:
             return self._told_again(learner) if self.stopped is None else [Send(peer, Stop(reason=self.stopped))]
         objection = self._updates.objection(publish)
@@ -412,21 +407,7 @@ class Coordinator:
             return FINISHED
         return f"all {last.update} updates were made, but the last is not saved: {last.checkpoint_failure}"
 
-    def _release(self, peer: bytes, release: Release, now: float) -> list[Effect]:
-        learner = self._admission.learner
-        if learner is None or learner.peer != peer:
-            return self.reject(peer, "RELEASE of a peer that is not this run's learner; say HELLO first")
-        self._updates.release(release.update)
-        return self._proceed(now)
-
     def _told_again(self, learner: LearnerSeat) -> list[Effect]:
         """What the learner waits for, in case it has missed it."""
         told = learner.told or self._updates.batch
         return [] if told is None else [Send(learner.peer, told)]
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            "version": self._updates.newest,
-            "updates_done": self.updates_done,
-            "env_steps_done": self.env_steps,
-        }

@@ -19,6 +19,7 @@ from rollout_service.control import events
 from rollout_service.control.account import Account
 from rollout_service.control.filling import Filling
 from rollout_service.control.leases import Leases
+from rollout_service.control.ledger import Identity
 from rollout_service.control.losses import Losses, LostBatch
 from rollout_service.control.messages import Batch, Commit, Episode, Publish, Ready
 from rollout_service.control.roster import Rate
@@ -72,6 +73,10 @@ class Updates:
         """The newest version, 0 before the first."""
         return self.version or 0
 
+    def standing(self) -> dict[str, int]:
+        """What WELCOME says of it."""
+        return {"version": self.newest, "updates_done": self.done, "env_steps_done": self.env_steps}
+
     def expected(self) -> int:
         """Updates at the end, if all that is still to come are full rollouts."""
         return self.done + self._spec.rollouts_that_fit(self.env_steps, self._total)
@@ -85,13 +90,23 @@ class Updates:
     def env_steps_of(self, commit: Commit) -> int:
         return commit.valid_steps * self._spec.envs_per_actor if commit.env_steps is None else commit.env_steps
 
-    def accepted(self, commit: Commit) -> int:
-        """A slot was filled. Returns its env steps."""
+    def accepted(self, identity: Identity, commit: Commit) -> events.RolloutCommitted:
+        """A slot was filled."""
         env_steps = self._env_steps[commit.slot] = self.env_steps_of(commit)
         self._episodes[commit.slot] = commit.episodes
         self._account.committed += env_steps
         self.tally.count(commit.counters)
-        return env_steps
+        return events.RolloutCommitted(
+            actor_id=identity.actor_id,
+            incarnation=identity.incarnation,
+            slot=commit.slot,
+            env_steps=env_steps,
+            version=commit.version,
+            episodes=commit.episodes,
+            seconds=commit.seconds,
+            counters=commit.counters,
+            remarks=commit.remarks,
+        )
 
     def refused(self, actor_id: int, commit: Commit) -> list[events.RolloutTooOld]:
         """A commit came too late to be used."""

@@ -307,17 +307,14 @@ def check_locked_memory() -> Finding:
 
 
 def check_open_files() -> Finding:
-    import resource
+    from rollout_service.control.descriptors import OF_A_RUN, OF_AN_ACTOR, UNLIMITED, hard_limit
 
-    from rollout_service.launch.prepare import DESCRIPTORS_OF_A_RUN, DESCRIPTORS_OF_AN_ACTOR
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    if (limit := hard_limit()) == UNLIMITED:
         return ok("no limit")
-    actors = max(0, soft - DESCRIPTORS_OF_A_RUN) // DESCRIPTORS_OF_AN_ACTOR
-    found = f"{soft} per process, room for about {actors} actors"
+    actors = max(0, limit - OF_A_RUN) // OF_AN_ACTOR
+    found = f"up to {limit} per process, room for about {actors} actors"
     if actors < usable_cores().count:
-        return warning(found, f"ulimit -n 4096, docker run --ulimit nofile=4096 (the hard limit is {hard})")
+        return warning(found, "raise the hard limit: ulimit -n 4096 as root, docker run --ulimit nofile=4096")
     return ok(found)
 
 

@@ -31,6 +31,10 @@ class Ending:
     exit_code: int
 
 
+def failed(reason: str) -> Ending:
+    return Ending(How.FAILED, reason, EXIT_FAILED)
+
+
 @dataclass(frozen=True)
 class Patience:
     """Seconds from STOP to SIGTERM and to SIGKILL."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from rollout_service.config import OnActorFailure
 from rollout_service.launch.children import Child
-from rollout_service.launch.ending import EXIT_FAILED, Ending, How
+from rollout_service.launch.ending import Ending, failed
 from rollout_service.launch.restarts import RestartBudget, RestartsFromCheckpoint
 from rollout_service.launch.run import Run
 
@@ -45,7 +45,7 @@ class ActorFailures:
         what, failure = f"{child.name} {reason}", f"actor {child.actor_id} {reason}"
         if self._policy is OnActorFailure.STOP:
             self._say(f"{what}; the run stops (on_actor_failure stop)", words)
-            return _failed(failure)
+            return failed(failure)
         if self._policy is OnActorFailure.CONTINUE:
             self._say(f"{what}; not replaced, {left} actors are left (on_actor_failure continue)", words)
             self._give_up(failure)
@@ -54,7 +54,7 @@ class ActorFailures:
         verdict = self._verdict(child.actor_id, now)
         if isinstance(verdict, str):
             self._say(f"{what}; the run stops: {verdict}", words)
-            return _failed(f"{failure}, and no restart is left")
+            return failed(f"{failure}, and no restart is left")
         when = f"in {verdict:g} s" if verdict else "now"
         count = f"restart {budget.spent} of {budget.max_restarts} within {budget.window_s:g} s"
         back = "" if self._from_checkpoint is None else "; the run goes back to the last barrier"
@@ -65,7 +65,7 @@ class ActorFailures:
     def after_guest(self, failure: str, left: int) -> Ending | None:
         """How the run ends after the failure of an actor that nobody here has started; None if it goes on."""
         if self._policy is OnActorFailure.STOP:
-            return _failed(failure)
+            return failed(failure)
         if self._policy is OnActorFailure.CONTINUE:
             self._give_up(failure)
             return None if left else self.nobody_left()
@@ -73,7 +73,7 @@ class ActorFailures:
 
     def nobody_left(self) -> Ending:
         """How a run ends in which nobody is replaced, once nobody is left."""
-        return _failed(f"no actor is left (on_actor_failure continue); the last that failed: {self._last}")
+        return failed(f"no actor is left (on_actor_failure continue); the last that failed: {self._last}")
 
     def _verdict(self, actor_id: int, now: float) -> float | str:
         """Seconds until another one is started, or why none is."""
@@ -88,7 +88,3 @@ class ActorFailures:
 
     def _say(self, text: str, words: str) -> None:
         self._run.journal.say(f"{text}\n{words}".rstrip())
-
-
-def _failed(reason: str) -> Ending:
-    return Ending(How.FAILED, reason, EXIT_FAILED)

@@ -42,10 +42,6 @@ PROBE_DEADLINE_S: Final = 300.0
 EXIT_REFUSED: Final = 2
 NEEDED_MODULES: Final = ("fcntl", "resource", "_posixshmem")
 """Standard modules of a system this runs on."""
-DESCRIPTORS_OF_A_RUN: Final = 64
-"""Files, sockets and pipes of the service itself, with some to spare."""
-DESCRIPTORS_OF_AN_ACTOR: Final = 4
-"""Two connections, and log file and pipe for a moment while it starts."""
 
 
 def require_platform() -> None:
@@ -57,24 +53,6 @@ def require_platform() -> None:
             f"runs need Linux with POSIX shared memory and file locks; {why}; use a Linux container or virtual machine "
             "(on Windows: WSL 2)"
         )
-
-
-def require_descriptors(num_actors: int) -> None:
-    """Raises ConfigError unless the service's process may open the files and sockets of so many actors.
-
-    A soft limit that is too low is raised, as far as the hard one allows.
-    """
-    import resource
-
-    needed = DESCRIPTORS_OF_A_RUN + DESCRIPTORS_OF_AN_ACTOR * num_actors
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != hard < needed:
-        raise ConfigError(
-            f"a run with {num_actors} actors needs {needed} file descriptors in the service's process, the limit is "
-            f"{hard}; raise it (ulimit -n {needed}, docker run --ulimit nofile={needed}), or lower num_actors"
-        )
-    if resource.RLIM_INFINITY != soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, TextIO, cast
 
 from rollout_service.config import TrainConfig, check_fits_one_rollout
+from rollout_service.control import descriptors
 from rollout_service.control.coordinator import Coordinator
 from rollout_service.control.endpoints import (
     SocketAccess,
@@ -119,7 +120,7 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         stack.enter_context(interruptions(inbox))
         config, sizing = prepare.resolve(config)
         total_updates = check_fits_one_rollout(config, int(config.num_actors))
-        prepare.require_descriptors(config.max_actors or int(config.num_actors))
+        descriptors.require(config.max_actors or int(config.num_actors))
         token = new_run_token()
         path = config.run_dir or default_run_directory(config.env, token, datetime.now().astimezone())
         # The learner may run in another directory than this process.

@@ -14,14 +14,13 @@ server's thread and is spoken to through `server.submit`. A new actor starts its
 the newest checkpoint, and the logs are cut back to it. What must never happen: an exit that leaves a process, a segment
 or a socket behind, whichever way the run ends; file IO in the coordinator's thread; torch in this process.
 Left to others: how a child is started and described (children), whether one comes back (failures, succession),
-processes that were started by hand (guests), numbers (observe).
+processes that were started by hand (guests), figures and logs (records).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import queue
 import signal
 import time
@@ -37,16 +36,14 @@ from rollout_service.control.messages import Role
 from rollout_service.control.roster import SILENT_PHASE
 from rollout_service.errors import ProtocolError
 from rollout_service.launch.children import Child, ChildEnded, ChildGone, Launcher, describe_exit, kill_with_descendants
-from rollout_service.launch.ending import EXIT_FAILED, PATIENCE, Ending, How
+from rollout_service.launch.ending import PATIENCE, Ending, How, failed
 from rollout_service.launch.failures import ActorFailures
 from rollout_service.launch.guests import Guests
+from rollout_service.launch.records import Records
 from rollout_service.launch.run import Run
 from rollout_service.launch.signals import Interruption
 from rollout_service.launch.succession import Succession
 from rollout_service.lifeline import STACK_DUMP_SIGNAL
-from rollout_service.observe.metrics import LOG_WRITE_FAILURES, log_record
-from rollout_service.observe.remarks import RemarkWatch
-from rollout_service.observe.stragglers import AgeWatch, StragglerWatch, gone_without, overdue
 
 STACK_DUMP_S: Final = 0.5
 """A stuck child gets this long to write its stacks before it is killed."""
@@ -68,8 +65,7 @@ class Supervisor:
         launcher: Launcher | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config = run.config
-        self.path = run.path
+        self.config = run.config
         self.num_actors = run.num_actors
         self.launcher = launcher
         self.server = run.server
@@ -79,6 +75,7 @@ class Supervisor:
         self.logs = run.logs
         self.progress = run.progress
         self.clock = clock
+        self.records = Records(run)
         self.guests = Guests(run, is_child=self._is_child, failed=self._guest_failed)
         self.failures = ActorFailures(run)
         self.learners = Succession(run)
@@ -94,11 +91,6 @@ class Supervisor:
         self._timer_numbers = itertools.count()
         self._stopping_since = 0.0
         self._terminated: set[int] = set()
-        self._shown_at = -math.inf
-        streaming = config.max_policy_lag > 0
-        self.stragglers = StragglerWatch(preempts=config.preempt_share < 1.0, streaming=streaming)
-        self.ages = AgeWatch(config.max_policy_lag)
-        self.remarks = RemarkWatch()
 
     def run(self) -> Ending:
         """Starts all children, returns when nobody is left. Any exception ends the children too."""
@@ -131,10 +123,8 @@ class Supervisor:
             heapq.heappop(self._timers)[2]()
         if self.ending is not None:
             self._press(now)
-        self._tell_losses()
-        if now - self._shown_at >= self.progress.interval_s:
-            self._shown_at = now
-            self.progress.show(self.metrics.summary(now))
+        self.records.tell_losses()
+        self.records.show(now)
 
     def _hear_last_words(self) -> None:
         """What the roles said before they left: an update that is in a checkpoint has to be in the log too."""
@@ -143,12 +133,14 @@ class Supervisor:
         with suppress(queue.Empty):
             while True:
                 self._react(self.inbox.get_nowait())
-        self._tell_losses()
+        self.records.tell_losses()
 
     def _react(self, message: object) -> None:
         now = self.clock()
         if self.guests.notice(message):
             self._end_without_actors()
+            return
+        if self.records.notice(message, now):
             return
         match message:
             case ChildEnded(process=process):
@@ -158,28 +150,6 @@ class Supervisor:
                 self._child_gone(child, code, now)
             case Interruption():
                 self._interrupted(message)
-            case events.RolloutCommitted():
-                self.metrics.rollout(
-                    episodes=message.episodes,
-                    seconds=message.seconds,
-                    counters=message.counters,
-                    now=now,
-                    actor_id=message.actor_id,
-                    slot=message.slot,
-                    env_steps=message.env_steps,
-                )
-                for line in self.remarks.notice(message.remarks, message.counters):
-                    self.journal.say(line)
-            case events.BatchFormed():
-                self._batch_formed(message, now)
-            case events.RolloutTooOld():
-                self.metrics.too_old(message.env_steps)
-                if (text := self.ages.notice(message)) is not None:
-                    self.journal.say(text)
-            case events.BatchOverdue():
-                self.journal.say(overdue(message))
-            case events.UpdateFinished():
-                self._update_finished(message, now)
             case events.ActorJoined():
                 self._joined.add((message.actor_id, message.incarnation))
                 self.metrics.actor_joined(message.actor_id)
@@ -196,21 +166,16 @@ class Supervisor:
                 self._learner_stuck(message.pid, f"was stuck in {message.phase} for {message.seconds:.1f} s {limit}")
             case events.LearnerSilent():
                 self._learner_stuck(message.pid, f"sent no heartbeat for {message.seconds:.1f} s")
-            case events.OutputLost(role=role, actor_id=actor_id):
-                who = role.value if actor_id is None else f"{role.value} {actor_id}"
-                self.journal.lost.failed(f"the log of {who}", "its disk does not take it", message.writes)
             case events.PeerLeft():
                 self._last_words[message.pid] = message
-            case events.PeerRefused():
-                self.journal.say(f"{message.role.value} (pid {message.pid}) was turned away: {message.reason}")
             case events.RunFinished(reason) if reason != FINISHED and self.ending is None:
                 self.journal.say(reason)
-                self._stop(Ending(How.FAILED, reason, EXIT_FAILED))
+                self._stop(failed(reason))
             case events.RunFinished():
                 self._stop(Ending(How.FINISHED, message.reason, 0))
             case events.ServerFailed():
                 self.journal.say(message.traceback.rstrip())
-                self._stop(Ending(How.FAILED, f"the service failed: {message.error}", EXIT_FAILED))
+                self._stop(failed(f"the service failed: {message.error}"))
             case _:
                 raise TypeError(f"unexpected message in the supervisor's inbox: {message!r}")
 
@@ -225,7 +190,7 @@ class Supervisor:
         except OSError as error:
             text = f"{who} cannot be started: {error.strerror}"
             if tries == START_TRIES:
-                self._stop(Ending(How.FAILED, f"{text}, {tries} times in a row", EXIT_FAILED))
+                self._stop(failed(f"{text}, {tries} times in a row"))
                 return
             if tries & (tries - 1) == 0:
                 self.journal.say(f"{text}; tried again in {START_AGAIN_S:g} s (try {tries} of {START_TRIES})")
@@ -288,7 +253,7 @@ class Supervisor:
         reason = self._killed_for.pop(child.process.pid, f"ended with {describe_exit(code)}")
         delay = self.learners.after_death(child, reason, code, words, now)
         if delay is None:
-            self._stop(Ending(How.FAILED, f"the learner {reason}", EXIT_FAILED))
+            self._stop(failed(f"the learner {reason}"))
         else:
             self._after(delay, self._restore_learner)
 
@@ -363,44 +328,6 @@ class Supervisor:
     def _look_at_guests(self) -> None:
         self.guests.look()
         self._after(self.guests.look_every_s, self._look_at_guests)
-
-    # Numbers
-
-    def _batch_formed(self, event: events.BatchFormed, now: float) -> None:
-        self.metrics.batch(
-            waited_for=event.waited_for,
-            wait_s=event.wait_s,
-            partial=len(event.partial),
-            late=len(event.late),
-            lags=event.lags,
-            now=now,
-        )
-        for text in (gone_without(event), self.stragglers.notice(self.metrics.slowest())):
-            if text is not None:
-                self.journal.say(text)
-
-    def _update_finished(self, event: events.UpdateFinished, now: float) -> None:
-        self.metrics.update(
-            update=event.update,
-            env_steps=event.env_steps,
-            figures=event.metrics,
-            seconds=event.seconds,
-            now=now,
-            version=event.version,
-        )
-        text = self.metrics.checkpoint(event.update, event.checkpoint, event.checkpoint_failure)
-        self.logs.write(event.env_steps, event.update, log_record(self.metrics.summary(now)))
-        if event.checkpoint is not None:
-            self.journal.note(f"checkpoint {event.checkpoint}")
-        if text is not None:
-            self.journal.say(text)
-
-    def _tell_losses(self) -> None:
-        """What the logs have lost goes to the terminal, to run.log once it takes it, and to whoever asks for status."""
-        self.journal.tell_losses()
-        if (total := self.journal.lost.total) != self.metrics.counters[LOG_WRITE_FAILURES]:
-            self.metrics.counters[LOG_WRITE_FAILURES] = total
-            self.server.submit(lambda coordinator, _at: coordinator.counted(LOG_WRITE_FAILURES, total))
 
     # The end
 

@@ -21,7 +21,7 @@ from rollout_service.errors import CheckpointError, ConfigError, ProtocolError, 
 from rollout_service.launch import prepare
 from rollout_service.launch.children import Launcher
 from rollout_service.launch.cpu import cores_in_turn
-from rollout_service.launch.ending import EXIT_FAILED, Ending, How
+from rollout_service.launch.ending import Ending, How, failed
 from rollout_service.launch.run import Door, Run, open_run
 from rollout_service.launch.rundir import BestCheckpoint, RunDirectory, best_checkpoint, default_run_directory, unsaved
 from rollout_service.launch.signals import Interrupted, StopRequest, interruptions
@@ -187,7 +187,7 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
             raise ConfigError(f"nothing left to train: {path} has all its updates; raise total_steps")
         if failure:
             reason = f"all {last[0].updates} updates were made, {failure}"
-            return Outcome(Ending(How.FAILED, reason, EXIT_FAILED), _with_losses(last[0], lost), path)
+            return Outcome(failed(reason), _with_losses(last[0], lost), path)
         return Outcome(Ending(How.FINISHED, "finished", 0), _with_losses(last[0], lost), path)
 
 

@@ -6,7 +6,8 @@ What must never happen: an attaching process unlinking or registering a segment 
 hands each attached name to a resource tracker that unlinks it at exit, and it unlinks the owner's segment when an
 attach fails); a first touch that dies with SIGBUS; a view that outlives its mapping; a sweep that removes a living
 run's memory.
-Leaves to others: where the bytes lie (layout), what the payload means (slots, weights).
+Leaves to others: the system's own interfaces (mapping), where the bytes lie (layout), what the payload means (slots,
+weights).
 
 Proof of life is a lock, not a pid: the owner holds an exclusive `flock` on the segment's own file for as long as it
 lives, in any pid namespace. Whoever can take the lock knows that the owner is gone. A forked child of the owner keeps
@@ -19,7 +20,6 @@ then only lets go of it, and the death of the last view unmaps it: an old view r
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import secrets
@@ -27,22 +27,21 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from mmap import PAGESIZE, mmap
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from mmap import PAGESIZE
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_service.errors import SegmentError, SegmentMismatch, SegmentNotFound, SegmentTooLarge
+from rollout_service.errors import SegmentError, SegmentMismatch, SegmentNotFound
 from rollout_service.memory.layout import HEADER_BYTES, LAYOUT_VERSION, READY, READY_AT, SegmentHeader, align
-from rollout_service.memory.room import REMEDY, SHARED_MEMORY, check_room, free_shared_memory, mib
+from rollout_service.memory.mapping import attach_mapping, create_mapping, let_go, take_lock, unlink_name, whole_of
+from rollout_service.memory.room import SHARED_MEMORY, check_room
 
 if TYPE_CHECKING:
-    from multiprocessing.shared_memory import SharedMemory
+    from rollout_service.memory.mapping import SharedMemory
 
 PREFIX: Final = "rs"
 NAME_LIMIT: Final = 30
@@ -56,8 +55,6 @@ UNREADY_GRACE_S: Final = 60.0
 """A segment without a ready marker may be in the making; a sweep leaves it alone for this long."""
 
 _NAME: Final = re.compile(rf"{PREFIX}-(?P<token>[0-9a-z]{{8,16}})-(?P<kind>[a-z0-9]{{1,10}})")
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT})
-"""What reserving too much looks like."""
 
 
 # Names
@@ -78,125 +75,6 @@ def segment_name(token: str, kind: str) -> str:
     return name
 
 
-# Mapping and locking: the only places that touch the system's own interfaces
-
-
-def _fcntl() -> ModuleType:
-    try:
-        import fcntl
-    except ImportError as error:
-        raise SegmentError(f"shared segments need file locks, which {sys.platform} lacks; run on Linux") from error
-    return fcntl
-
-
-def _lock(fd: int, *, exclusive: bool) -> bool:
-    """Take the lock of an open file, or say that somebody else holds it. Closing the descriptor gives it back."""
-    fcntl = _fcntl()
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@cache
-def _untracked_class() -> Any:
-    """SharedMemory that never registers with a resource tracker, unlinks or prints. Built on first use."""
-    try:
-        import _posixshmem  # type: ignore[import-not-found,unused-ignore]
-        from multiprocessing.shared_memory import SharedMemory
-    except ImportError as error:
-        raise SegmentError(f"POSIX shared memory is missing on {sys.platform} ({error}); run on Linux") from error
-
-    class UntrackedSharedMemory(SharedMemory):
-        _fd: int
-        _mmap: mmap | None
-        _buf: memoryview | None
-
-        def __init__(self, name: str, *, size: int = 0) -> None:
-            """Creates the name exclusively if a size is given, else attaches to it."""
-            try:
-                if sys.version_info >= (3, 13):
-                    super().__init__(name, create=size > 0, size=size, track=False)
-                else:
-                    # The base registers on every path; these are its steps without that one.
-                    self._name = f"/{name}"
-                    flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if size else 0)
-                    self._fd = _posixshmem.shm_open(self._name, flags, mode=0o600)
-                    if size:
-                        os.ftruncate(self._fd, size)
-                    self._size = os.fstat(self._fd).st_size
-                    self._mmap = mmap(self._fd, self._size)
-                    self._buf = memoryview(self._mmap)
-            finally:
-                if self._fd >= 0:  # a mapping does not need it
-                    os.close(self._fd)
-                    self._fd = -1
-
-        def close(self) -> None:
-            try:
-                super().close()
-            except BufferError:  # a view lives: from now on the views alone hold the mapping
-                self._buf = self._mmap = None
-
-        def unlink(self) -> None:
-            """Does nothing: the base unlinks when mapping fails, which would take the segment from its owner."""
-
-        def __del__(self) -> None:
-            """Does nothing: the base closes, and prints if a view is alive. The last reference unmaps."""
-
-    return UntrackedSharedMemory
-
-
-def _create(name: str, nbytes: int) -> tuple[SharedMemory, int]:
-    """Mapping and owner lock of a new segment with every page reserved. Leaves nothing behind when it fails."""
-    untracked = _untracked_class()
-    shm: SharedMemory | None = None
-    lock = -1
-    try:
-        shm = untracked(name, size=nbytes)
-        lock = os.open(SHARED_MEMORY / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if not _lock(lock, exclusive=True) or os.fstat(lock).st_nlink == 0:
-            raise SegmentError(f"another process took the new segment {name} away; was this process stopped meanwhile?")
-        os.posix_fallocate(lock, 0, nbytes)
-    except FileExistsError:  # somebody else's, untouched
-        raise
-    except BaseException as error:
-        _unlink(name)
-        if lock >= 0:
-            os.close(lock)
-        if shm is not None:
-            shm.close()
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            free = free_shared_memory()
-            raise SegmentTooLarge(
-                f"the segment needs {nbytes} bytes ({mib(nbytes)}), {SHARED_MEMORY} has {free} bytes ({mib(free)}) "
-                f"free and could not reserve them ({error.strerror}); {REMEDY} enlarge it (docker run --shm-size)"
-            ) from error
-        raise
-    return shm, lock
-
-
-def _mapped(shm: SharedMemory) -> NDArray[np.uint8]:
-    """The one root of all views: it holds the mapping."""
-    if shm.buf is None:
-        raise SegmentError(f"segment {shm.name} is not mapped in this process; attach it again")
-    return np.frombuffer(shm.buf, np.uint8)
-
-
-def _unlink(name: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(SHARED_MEMORY / name)
-
-
-def _let_go(name: str, lock: int, owner_pid: int) -> None:
-    """End of an owner: the name goes first, then the proof of life. A forked copy of the owner is not the owner."""
-    if os.getpid() == owner_pid:
-        _unlink(name)
-    with suppress(OSError):
-        os.close(lock)
-
-
 # The segment
 
 
@@ -208,7 +86,7 @@ class Segment:
     """
 
     def __init__(self, name: str, shm: SharedMemory, header: SegmentHeader, lock: int | None) -> None:
-        whole = _mapped(shm)
+        whole = whole_of(shm)
         self.name = name
         self.nbytes = header.nbytes
         self.layout = whole[header.layout_at].tobytes()
@@ -217,7 +95,7 @@ class Segment:
         self._shm: SharedMemory | None = shm
         self._whole: NDArray[np.uint8] | None = whole
         self._root: NDArray[np.uint8] | None = whole[header.payload_at]
-        self._net = weakref.finalize(self, _let_go, name, lock, os.getpid()) if lock is not None else None
+        self._net = weakref.finalize(self, let_go, name, lock, os.getpid()) if lock is not None else None
 
     def share_with_group(self, group: int) -> None:
         """Lets the members of a group (gid) read and write. Raises SegmentError if this user is not in it."""
@@ -254,7 +132,7 @@ class Segment:
         check_room(total)
         for _ in range(CREATE_ATTEMPTS):
             try:
-                shm, lock = _create(name, total)
+                shm, lock = create_mapping(name, total)
                 break
             except FileExistsError:
                 name = segment_name(new_run_token(), kind)
@@ -262,7 +140,7 @@ class Segment:
             raise SegmentError(f"{CREATE_ATTEMPTS} random names in a row were taken, the last was {name}; see `clean`")
         header = SegmentHeader(layout_version, offset, nbytes, len(layout), len(spec), os.getpid(), _since_boot())
         document = header.pack() + layout + spec
-        _mapped(shm)[: len(document)] = np.frombuffer(document, np.uint8)
+        whole_of(shm)[: len(document)] = np.frombuffer(document, np.uint8)
         return cls(name, shm, header, lock)
 
     @classmethod
@@ -280,11 +158,11 @@ class Segment:
         if kind is not None and match["kind"] != kind:
             raise SegmentMismatch(f"segment {name} holds {match['kind']}, wanted was {kind}")
         try:
-            shm: SharedMemory = _untracked_class()(name)
+            shm = attach_mapping(name)
         except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             raise cannot_open(name, error) from error
         try:
-            header = _checked_header(name, _mapped(shm)[:HEADER_BYTES].tobytes(), shm.size, min_bytes, layout_version)
+            header = _checked_header(name, whole_of(shm)[:HEADER_BYTES].tobytes(), shm.size, min_bytes, layout_version)
             return cls(name, shm, header, None)
         except BaseException:
             shm.close()
@@ -419,13 +297,13 @@ def _examine_all(in_seconds: float, *, remove: bool) -> Iterator[SegmentInfo]:
                 continue
             stat = os.fstat(fd)
             ready = header is not None and header.ready
-            # Without a header there is only the file system's stamp; if the clock jumps just then, `_create` sees it.
+            # Without a header there is only the file system's stamp; if the clock jumps just then, its creator sees it.
             age = _since_boot() - header.created if header is not None else time.time() - stat.st_ctime
             age = max(0.0, age) + in_seconds
             # The owner locks before it marks ready; a young unready one is not probed, the probe could be in its way.
-            alive = (not ready and age < UNREADY_GRACE_S) or not _lock(fd, exclusive=False)
+            alive = (not ready and age < UNREADY_GRACE_S) or not take_lock(fd, exclusive=False)
             if remove and not alive:
-                _unlink(name)
+                unlink_name(name)
             yield SegmentInfo(
                 name=name,
                 token=match["token"],

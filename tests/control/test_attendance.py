@@ -194,6 +194,7 @@ def test_a_service_that_never_comes_is_one_line(services: Services, capsys: pyte
     )
 
 
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "a child"])
 @pytest.mark.parametrize(
     ("error", "code", "lines", "traced"),
     [
@@ -204,14 +205,20 @@ def test_a_service_that_never_comes_is_one_line(services: Services, capsys: pyte
     ids=["memory", "settings", "a fault"],
 )
 def test_an_error_is_said_here_and_to_the_service(
-    services: Services, capsys: pytest.CaptureFixture[str], error: Exception, code: int, lines: int, traced: bool
+    services: Services,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    lines: int,
+    traced: bool,
+    by_hand: bool,
 ):
     server = services.start("run-1")
 
     def fail(*_: object) -> None:
-        raise error
+        raise error.with_traceback(None)
 
-    assert attendance(services).attend(fail, no_seat) == code
+    assert attendance(services, by_hand=by_hand).attend(fail, no_seat) == code
     said = capsys.readouterr().err
     assert ("Traceback" in said, said.count("\n") <= lines) == (traced, True), said
     left = goodbye(server)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from learner import single_pass
-from rollout_service.policy import compiled
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE
 from rollout_service.errors import RolloutServiceError, SegmentTooLarge
 from rollout_service.launch import doctor
 from rollout_service.launch.cpu import UsableCores
 from rollout_service.launch.doctor import Check, Verdict
+from rollout_service.policy import compiled
 from tests.fixtures.machine import environment, run_command
 
 Usage = namedtuple("Usage", "total used free")
@@ -161,13 +161,13 @@ def test_a_shared_memory_that_takes_no_segment_is_a_problem(
 def test_too_few_open_files_for_an_actor_per_core_is_a_warning(monkeypatch: pytest.MonkeyPatch):
     import resource
 
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (70, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 70))
     assert doctor.check_open_files() == (
         Verdict.WARNING,
-        "70 per process, room for about 1 actors",
-        "ulimit -n 4096, docker run --ulimit nofile=4096 (the hard limit is 4096)",
+        "up to 70 per process, room for about 1 actors",
+        "raise the hard limit: ulimit -n 4096 as root, docker run --ulimit nofile=4096",
     )
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (72, 4096))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 72))
     assert doctor.check_open_files()[0] is Verdict.OK
 
 

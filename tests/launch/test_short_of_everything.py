@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rollout_service.launch.prepare import DESCRIPTORS_OF_A_RUN, DESCRIPTORS_OF_AN_ACTOR
+from rollout_service.control.descriptors import OF_A_RUN, OF_AN_ACTOR
 from tests.fixtures.limits import OWN_MOUNTS, own_tmpfs
 from tests.fixtures.machine import command, environment, logged_steps
 from tests.memory.other_process import can_run
 
 WORDS = ["--num-actors", "2", "--envs-per-actor", "2", "--num-steps", "8", "--epochs", "1", "--no-tensorboard"]
-DESCRIPTORS = DESCRIPTORS_OF_A_RUN + 2 * DESCRIPTORS_OF_AN_ACTOR
+DESCRIPTORS = OF_A_RUN + 2 * OF_AN_ACTOR
 ENV = '''
 import os, resource
 from contextlib import suppress

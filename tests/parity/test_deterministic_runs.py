@@ -85,8 +85,7 @@ def require_equal(one: Path, other: Path) -> None:
     """Parameters, moments of Adam, normalisers, generators, counters and figures as of the last update."""
     first, second = last(one), last(other)
     assert set(first.arrays) == set(second.arrays)
-    # Torch's global generator is none of the run's: nothing draws from it.
-    for name in sorted(set(first.arrays) - {"generator/torch"}):
+    for name in sorted(first.arrays):
         np.testing.assert_array_equal(first.arrays[name], second.arrays[name], err_msg=name)
     for name in ("update", "env_steps", "counters", "generators", "figures"):
         assert getattr(first.manifest, name) == getattr(second.manifest, name), name

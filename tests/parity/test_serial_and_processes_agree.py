@@ -42,8 +42,7 @@ def require_equal(first: Path, second: Path) -> None:
     """The last checkpoints of two runs hold the same arrays, bit for bit."""
     one, other = (checkpoints.require(run_dir).checkpoint.arrays for run_dir in (first, second))
     assert set(one) == set(other)
-    # The global generator of torch is none of the run's: nothing draws from it.
-    for name in sorted(set(one) - {"generator/torch"}):
+    for name in sorted(one):
         np.testing.assert_array_equal(one[name], other[name], err_msg=f"{name} of {first.name} and {second.name}")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from learner.crew import one_thread
 from rollout_service.policy import actor_critic, kernels
 from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.policy.compiled import USABLE
@@ -17,6 +19,12 @@ from rollout_service.runspec import Leaf, PolicySpec, SpaceKind, Spaces
 
 _layers = pytest.importorskip("rollout_service.policy._layers", reason="it was not built")
 pytestmark = pytest.mark.skipif(not USABLE, reason="no AVX-512 here")
+
+
+@pytest.fixture(autouse=True)
+def torch_on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def make(inputs: int, hidden: int, rows: int, steps: int) -> tuple[LSTMCore, Tensor, Tensor, dict[str, Tensor]]:

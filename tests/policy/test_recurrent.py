@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from learner.crew import one_thread
 from rollout_service.errors import ShapeError, StateMissing
 from rollout_service.policy import recurrent
 from rollout_service.policy.compiled import USABLE
@@ -18,11 +20,12 @@ INPUTS, HIDDEN, STEPS, ROWS = 5, 6, 19, 7
 
 
 @pytest.fixture(params=[6, 48], ids=["torch's kernel", "compiled kernel"], autouse=True)
-def hidden_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def hidden_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """All of it with both; where the compiled one cannot run, torch's takes its place."""
     hidden: int = request.param
     monkeypatch.setattr(sys.modules[__name__], "HIDDEN", hidden)
-    return hidden
+    with one_thread():
+        yield hidden
 
 
 def make_core(num_layers: int, seed: int = 0) -> LSTMCore:
