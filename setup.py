@@ -1,7 +1,7 @@
 """The one part of the build that pyproject.toml has no settled word for: the compiled parts.
 
 They are optional: where they cannot be compiled the package installs without them, and numpy and torch compute the same
-(docs/decisions/0014, 0020). One binary of each serves every CPython from 3.11 on.
+(docs/decisions/0014, 0019). One binary of each serves every CPython from 3.11 on.
 """
 
 from __future__ import annotations
