@@ -20,7 +20,7 @@ help:
 	@echo "make advise    actors, envs, threads and lag for an env: make advise ENV=CartPole-v1"
 	@echo "make gpu       what only a GPU can show, in under four minutes; results in bench/results/; skipped without one"
 	@echo "make learning  the learning suite, every memory task and arm; results in bench/results/"
-	@echo "make chaos     faults of every kind in runs that have to come out right, 20 minutes; results in bench/results/"
+	@echo "make chaos     faults of every kind in runs that have to come out right, 25 minutes; results in bench/results/"
 	@echo "make soak      what a run takes over 20 minutes: memory, descriptors, segments; results in bench/results/"
 	@echo "make fuzz      a million hostile messages against decoder, coordinator and socket, two minutes"
 	@echo "make clean     remove what dead runs left in /dev/shm and /tmp"

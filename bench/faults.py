@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import os
 import random
 import signal
 import statistics
@@ -230,7 +231,10 @@ def _until_well(run: WatchedRun, watch: Watch, updates: int) -> None:
 
 
 def _recovery(run: WatchedRun, watch: Watch, rng: random.Random) -> dict[str, float | None]:
-    """One actor is killed in a run that is well. Seconds until the survivors' rate and the whole rate are back."""
+    """One actor is killed in a run that is well. Seconds until the survivors' rate and the whole rate are back.
+
+    load: of the machine, this run included. Where others take the cores, rates say little.
+    """
     _until_well(run, watch, updates=20)
     elapse(BEFORE_S + rng.random())
     victim = rng.choice(run.roles("workers"))
@@ -240,6 +244,7 @@ def _recovery(run: WatchedRun, watch: Watch, rng: random.Random) -> dict[str, fl
     victim.kill()
     survivors = BACK * before * (len(places) - 1) / len(places)
     found: dict[str, float | None] = {"rate_before": round(before, 1), "survivors_s": None, "full_s": None}
+    found["load"] = round(os.getloadavg()[0], 1)
 
     def look() -> bool:
         now = time.monotonic()
@@ -343,7 +348,8 @@ def _checks(run: WatchedRun, samples: Sequence[Sample], lag: int) -> dict[str, b
         "each bad step cost one episode": bool(records)
         and _bad(records[-1], "dropped_episodes") == _bad(records[-1], "bad_observations", "bad_rewards"),
         "TensorBoard shows the same x": tensorboard_steps(run.run_dir) == env_steps,
-        "no rollout was too old": all(sample.furthest_lag <= lag for sample in samples),
+        "no rollout was too old": all(sample.furthest_lag <= lag for sample in samples)
+        and all(record["learner/policy_lag_max"] <= lag for record in records),
         "every slot was checked, none was torn": all(record.get("learner/slots_checked", 0) > 0 for record in records)
         and "TornSlot" not in run.service.stderr(),
         "the newest checkpoint is of the last update": newest is not None

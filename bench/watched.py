@@ -54,6 +54,11 @@ def say(text: str) -> None:
     print(f"{time.monotonic() - BEGAN:7.1f} s  {text}", file=sys.stderr, flush=True)
 
 
+def leave_on_sigterm() -> None:
+    """From now on SIGTERM ends this program by an exception, so that what it has started goes with it."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
 def until(holds: Callable[[], Any], what: str, within_s: float = PATIENCE_S) -> Any:
     """The first true value of `holds()`."""
     deadline, pause = time.monotonic() + within_s, threading.Event()

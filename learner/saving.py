@@ -35,7 +35,6 @@ class Saving:
         self._run_dir = run_dir
         self._saved_update = -1
         self._owed = False
-        self._return_mean: float | None = None
         self._figures: Mapping[str, float] = {}
         self._tally = TallyRecord()
 
@@ -48,17 +47,9 @@ class Saving:
         """The trainer was given the state of a checkpoint."""
         self._saved_update = self._trainer.updates_done
 
-    def after_update(
-        self,
-        version: int,
-        *,
-        last: bool,
-        return_mean: float | None,
-        figures: Mapping[str, float],
-        tally: TallyRecord,
-    ) -> Attempt:
-        """The checkpoint of the update just made, if one is due or owed. figures: of that update."""
-        self._return_mean, self._figures, self._tally = return_mean, figures, tally
+    def after_update(self, version: int, *, last: bool, figures: Mapping[str, float], tally: TallyRecord) -> Attempt:
+        """The checkpoint of the update just made, if one is due or owed. figures, tally: of that update."""
+        self._figures, self._tally = figures, tally
         if not (last or self._in_turn or self._owed):
             return Attempt()
         try:
@@ -82,9 +73,7 @@ class Saving:
 
     def save(self, version: int) -> Path:
         """A checkpoint of the last update, now. Raises CheckpointError if it cannot be written."""
-        path = self._trainer.save(
-            self._run_dir, version=version, return_mean=self._return_mean, figures=self._figures, tally=self._tally
-        )
+        path = self._trainer.save(self._run_dir, version=version, figures=self._figures, tally=self._tally)
         self._owed = False
         self.restored()
         return path

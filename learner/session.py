@@ -162,9 +162,7 @@ class LearnerSession:
         self.weights.publish(self.version, self.trainer.weights())
         self.client.pulse.phase = "checkpointing"
         figures = report.metrics | ({"slots_checked": float(checked)} if checked else {})
-        saved = self.saving.after_update(
-            self.version, last=batch.last, return_mean=batch.return_mean, figures=figures, tally=batch.tally
-        )
+        saved = self.saving.after_update(self.version, last=batch.last, figures=figures, tally=batch.tally)
         self._published = Publish(
             update=batch.update,
             version=self.version,

@@ -314,27 +314,26 @@ class Trainer:
         run_dir: Path,
         *,
         version: int,
-        return_mean: float | None = None,
         figures: Mapping[str, float] | None = None,
         tally: TallyRecord | None = None,
     ) -> Path:
         """Writes a checkpoint of the state after the last update, removes surplus ones, returns its directory.
 
-        return_mean: the score by which the best one is told. figures, tally: of that update, for the logs of whoever
-        goes on from here. Raises CheckpointError if the disk refuses.
+        figures, tally: of that update, for whoever goes on from here; by the tally's score the best one is told.
+        Raises CheckpointError if the disk refuses.
         """
-        state = self.capture()
+        state, tally = self.capture(), tally or TallyRecord()
         manifest = Manifest(
             update=self.updates_done,
             env_steps=self.env_steps_done,
             version=version,
-            return_mean=return_mean,
+            return_mean=tally.score,
             run_digest=self.spec.digest(),
             run_spec=self.spec,
             config=self.config.model_dump(mode="json"),
             counters={"updates_skipped": self.updates_skipped, "total_updates": self.total_updates},
             figures=dict(figures or {}),
-            tally=tally or TallyRecord(),
+            tally=tally,
             generators=state.generators,
         )
         path = checkpoints.save(run_dir, state.arrays, manifest)

@@ -240,8 +240,8 @@ class TrainConfig(BaseModel):
     def _env_is_a_name(cls, env: object) -> object:
         if not isinstance(env, str):
             raise ValueError(
-                f"{env!r:.80} is no name: envs are made in other processes, which have to find them; put what makes one "
-                "into a module, and give 'module:factory'"
+                f"{env!r:.80} is no name: envs are made in other processes, which have to find them; put what makes "
+                "one into a module, and give 'module:factory'"
             )
         return env
 

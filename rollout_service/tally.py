@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Final, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -53,6 +53,12 @@ class TallyRecord(BaseModel):
     """What actors counted."""
     policy_lags: Annotated[tuple[Count, ...], FromList] = ()
     """Entry k: rollouts trained on that were k updates old."""
+
+    @property
+    def score(self) -> float | None:
+        """The mean return, by which checkpoints are compared; None before the first episode, and if not finite."""
+        mean = _mean(self.returns)
+        return mean if mean is not None and math.isfinite(mean) else None
 
 
 class Tally:
@@ -107,12 +113,6 @@ class Tally:
     def success_rate(self) -> float | None:
         return _mean(self._successes)
 
-    @property
-    def score(self) -> float | None:
-        """return_mean where it can be compared: None too where it is not finite."""
-        mean = self.return_mean
-        return mean if mean is not None and math.isfinite(mean) else None
-
 
 def add_counts(table: Counter[str], counters: Mapping[str, int]) -> None:
     """What an actor counted. Names and numbers are its own: the table stays small, and its entries can be sent."""
@@ -121,5 +121,5 @@ def add_counts(table: Counter[str], counters: Mapping[str, int]) -> None:
             table[name] = min(table[name] + count, LARGEST_COUNT)
 
 
-def _mean(values: deque[float] | deque[int] | deque[bool]) -> float | None:
+def _mean(values: Collection[float]) -> float | None:
     return sum(values) / len(values) if values else None

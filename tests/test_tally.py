@@ -60,7 +60,7 @@ def test_a_full_one_is_a_small_message() -> None:
 
 def test_a_mean_that_is_not_finite_is_no_score() -> None:
     tally = Tally()
-    assert tally.return_mean is tally.score is None
+    assert tally.return_mean is tally.record().score is None
     tally.finish([Episode(float("inf"))])
     assert tally.return_mean == float("inf")
-    assert tally.score is None
+    assert tally.record().score is None

@@ -16,8 +16,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from rollout_service.bench.rig import Array, rollout_memory
 from rollout_service.bench.timing import Figures
 from rollout_service.config import TrainConfig
 from rollout_service.errors import ConfigError
+from rollout_service.launch.cpu import one_thread
 from rollout_service.memory.schema import OBSERVATIONS
 from rollout_service.memory.slots import SlotWriter
 from rollout_service.runspec import Leaf, RunSpec, SpaceKind, Vectorize
@@ -166,7 +167,7 @@ def alone(config: TrainConfig) -> Figures:
 
 def lease_cost(run: RunSpec, envs: int, most_steps: int) -> tuple[StepCost, dict[str, float], float | None]:
     """Of a real actor: cost of a step; its split into policy, env and rest; the share of steps that end an episode."""
-    with threads_of(1):
+    with one_thread():
         leases = fill_leases(resized(run, envs, FEWEST_STEPS))
         affordable = int(FEWEST_STEPS * LEASE_S / min(lease.wall for lease in leases))
         if (steps := min(most_steps, affordable)) > FEWEST_STEPS:
@@ -203,6 +204,7 @@ def fill_leases(spec: RunSpec) -> list[Lease]:
     policy = ActorCritic(spec.spaces, spec.policy, seed=spec.seed)
     leases = []
     with (
+        one_thread(),
         rollout_memory(spec) as memory,
         closing(WeightsMemory.create(spec.parameters)) as weights,
         closing(Actor(spec, memory, weights, 0)) as actor,
@@ -227,7 +229,7 @@ def sequence_cost(config: TrainConfig, spec: RunSpec, threads: int, ends: float)
     envs = 2 * config.envs_per_minibatch
     whole = resized(spec, envs, config.num_steps)
     seconds = []
-    with threads_of(1), rollout_memory(whole) as memory:
+    with one_thread(), rollout_memory(whole) as memory:
         settings = {"self_check": 0, "dump_batch": None, "learner_threads": threads}
         trainer = Trainer(config.model_copy(update=settings), whole, total_updates=10**6)
         generator = np.random.default_rng(config.seed)
@@ -268,19 +270,6 @@ def fill_leaf(array: Array, leaf: Leaf, generator: np.random.Generator) -> None:
         array[...] = generator.integers(0, np.iinfo(array.dtype).max, array.shape, array.dtype, endpoint=True)
     else:
         array[...] = generator.standard_normal(array.shape, np.float32)
-
-
-@contextmanager
-def threads_of(number: int) -> Iterator[None]:
-    """Torch on so many threads."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def described(plan: Plan) -> dict[str, float | int]:

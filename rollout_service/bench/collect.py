@@ -14,10 +14,11 @@ from itertools import count
 from typing import Final
 
 from rollout_service.bench.report import Report
-from rollout_service.bench.rig import CARTPOLE, NULL_ENV, POLICY, SEED, one_thread, rollout_memory
+from rollout_service.bench.rig import CARTPOLE, NULL_ENV, POLICY, SEED, rollout_memory
 from rollout_service.bench.timing import Figures
 from rollout_service.control.messages import Grant, StartFrom
 from rollout_service.envs.make import make_env, spaces_from_gymnasium
+from rollout_service.launch.cpu import one_thread
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.policy.actor_critic import ActorCritic

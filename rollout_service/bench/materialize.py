@@ -15,8 +15,9 @@ from torch import Tensor
 
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from rollout_service.bench.report import Report
-from rollout_service.bench.rig import STATE, Array, fill_slot, one_thread, paper_spec, rollout_memory
+from rollout_service.bench.rig import STATE, Array, fill_slot, paper_spec, rollout_memory
 from rollout_service.bench.timing import Figures, alternate
+from rollout_service.launch.cpu import one_thread
 
 REPETITIONS: Final = 15
 SIZES: Final = ((4, 128), (16, 128), (64, 128))

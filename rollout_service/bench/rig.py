@@ -8,8 +8,6 @@ Axis letters: E envs of one slot, T steps, N envs of a rollout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -94,16 +92,3 @@ def fill_slot(
         last_values=generator.standard_normal(slot.num_envs, np.float32),
         final_state={name: arrays[name][:, -1] for name in STATE},
     )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread, as in an actor and in a learner with small minibatches."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from learner.staging import keep_freed_memory
 from rollout_service.bench.report import Report
-from rollout_service.bench.rig import ENCODER, HIDDEN, STATE, one_thread
+from rollout_service.bench.rig import ENCODER, HIDDEN, STATE
 from rollout_service.bench.timing import Figures, Side, alternate
+from rollout_service.launch.cpu import one_thread
 from rollout_service.policy.recurrent import LSTMCore
 
 REPETITIONS: Final = 9

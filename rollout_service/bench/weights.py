@@ -8,8 +8,9 @@ from itertools import count
 from typing import Final
 
 from rollout_service.bench.report import Report
-from rollout_service.bench.rig import ENCODER, HIDDEN, SEED, null_spaces, one_thread
+from rollout_service.bench.rig import ENCODER, HIDDEN, SEED, null_spaces
 from rollout_service.bench.timing import Figures, alternate
+from rollout_service.launch.cpu import one_thread
 from rollout_service.memory.weights import WeightsMemory
 from rollout_service.policy.actor_critic import ActorCritic
 from rollout_service.runspec import PolicySpec

@@ -228,8 +228,6 @@ class Batch(Message):
     """Valid env steps committed up to and including this batch."""
     last: bool = False
     """The run ends after this update."""
-    return_mean: float | None = None
-    """Mean raw return of the newest finished episodes, those that ended in this batch included."""
     tally: TallyRecord = TallyRecord()
     """This batch included; for the checkpoint behind it."""
     seed_into: Annotated[tuple[Count | None, ...], FromWire] = ()

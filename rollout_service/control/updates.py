@@ -135,7 +135,6 @@ class Updates:
             versions=taken.versions,
             env_steps=env_steps,
             last=not self.another_fits(env_steps),
-            return_mean=self.tally.score,
             tally=self.tally.record(),
             seed_into=self._filling.seed_into(taken.slots),
         )

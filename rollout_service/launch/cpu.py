@@ -2,7 +2,7 @@
 of them an actor gets that is to keep to one (`pin_actors`).
 
 Readers: the supervisor (`num_actors auto`, its actors' cores) and the learner's thread count. Pure apart from reading,
-but for `children_on`; roots of what is read are arguments, so tests bring their own.
+but for `children_on` and `one_thread`; roots of what is read are arguments, so tests bring their own.
 What must never happen: one actor per core of the host in a container that owns two of them; a process on a core that
 its parent may not use.
 """
@@ -22,6 +22,21 @@ from rollout_service.errors import ConfigError
 CPU_ROOT: Final = Path("/sys/devices/system/cpu")
 CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 CGROUP_MEMBERSHIP: Final = Path("/proc/self/cgroup")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Numpy and torch of this process compute on one thread, as in an actor's own process."""
+    import torch
+    from threadpoolctl import threadpool_limits
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1, user_api="blas"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)

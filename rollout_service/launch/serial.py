@@ -25,7 +25,7 @@ from rollout_service.config import TrainConfig, check_fits_one_rollout
 from rollout_service.control.barriers import Barriers
 from rollout_service.control.messages import Grant, StartFrom
 from rollout_service.errors import ConfigError
-from rollout_service.launch.cpu import usable_cores
+from rollout_service.launch.cpu import one_thread, usable_cores
 from rollout_service.launch.probe import build_run_spec
 from rollout_service.memory.schema import rollout_fields
 from rollout_service.memory.slots import RolloutMemory
@@ -68,31 +68,25 @@ def run_serial(
     for max_actors, and what a role raises, with its own traceback.
     """
     require_lockstep(config)
-    import torch
-
     from learner.staging import keep_freed_memory
     from learner.trainer import Trainer
 
     if config.num_actors == "auto":
         config = config.model_copy(update={"num_actors": usable_cores().count})
     keep_freed_memory()
-    threads = torch.get_num_threads()
     spec = build_run_spec(config)
     total = check_fits_one_rollout(config, spec.num_actors)
-    try:
-        with SerialRun(config, spec, Trainer(config, spec, total_updates=total)) as run:
-            stopped = stop_asked or (lambda: False)
-            while not run.trainer.finished and not stopped():
-                valid_steps = run.collect_bank(lambda _: stopped())
-                if stopped():
-                    break
-                update = run.learn(valid_steps)
-                if on_update is not None:
-                    on_update(update)
-            run.save_at_end()
-            return run.result()
-    finally:
-        torch.set_num_threads(threads)
+    with one_thread(), SerialRun(config, spec, Trainer(config, spec, total_updates=total)) as run:
+        stopped = stop_asked or (lambda: False)
+        while not run.trainer.finished and not stopped():
+            valid_steps = run.collect_bank(lambda _: stopped())
+            if stopped():
+                break
+            update = run.learn(valid_steps)
+            if on_update is not None:
+                on_update(update)
+        run.save_at_end()
+        return run.result()
 
 
 def require_lockstep(config: TrainConfig) -> None:
@@ -256,10 +250,8 @@ class SerialRun:
         """The checkpoint behind the update just made; if it cannot be written the run goes on, and says so."""
         if self._saving is None:
             return
-        last, tally = self.trainer.finished, self.metrics.tally
-        saved = self._saving.after_update(
-            self.version, last=last, return_mean=tally.score, figures=figures, tally=tally.record()
-        )
+        last, tally = self.trainer.finished, self.metrics.tally.record()
+        saved = self._saving.after_update(self.version, last=last, figures=figures, tally=tally)
         self.checkpoint = saved.path or self.checkpoint
         text = self.metrics.checkpoint(self.trainer.updates_done, saved.path, saved.failure)
         self._remarks += [] if text is None else [text]

@@ -32,7 +32,7 @@ def test_a_batch_says_the_mean_return_of_the_newest_episodes_its_own_included() 
     for returns in ((), (4.0, 2.0), tuple([1.0] * 98), (8.0,)):
         collect(actors, *returns)
         batch = learner.take(Batch)
-        means.append(batch.return_mean)
+        means.append(batch.tally.score)
         learner.publish(batch)
     assert means == [None, 3.0, (6.0 + 98) / 100, (2.0 + 98 + 8) / 100]
 
@@ -50,14 +50,14 @@ def test_episodes_of_updates_that_were_rolled_back_do_not_count() -> None:
     world.carry_out(world.coordinator.learner_lost(world.now, learner.pid))
     restored = world.learner(updates_done=2, env_steps_done=2 * ROLLOUT, tally=tallies[1])
     collect(actors, 5.0)
-    assert restored.take(Batch).return_mean == 3.0
+    assert restored.take(Batch).tally.score == 3.0
 
 
 def test_a_mean_that_is_not_finite_is_no_score() -> None:
     _, learner, actors, grants = started()
     actors[0].commit(grants[0], episodes=episodes(float("inf"), 1.0))
     actors[1].commit(grants[1])
-    assert learner.take(Batch).return_mean is None
+    assert learner.take(Batch).tally.score is None
 
 
 def test_failures_are_counted_and_shown_until_a_checkpoint_is_written() -> None:

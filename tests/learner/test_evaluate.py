@@ -18,6 +18,7 @@ from rollout_service.config import TrainConfig
 from rollout_service.errors import CheckpointError, ConfigError
 from rollout_service.launch.probe import build_run_spec
 from rollout_service.launch.serial import run_serial
+from rollout_service.tally import TallyRecord
 from tests.fixtures.counter_lstm import turn_into_counter
 from tests.fixtures.training import small_config
 
@@ -227,7 +228,7 @@ def test_the_best_checkpoint_of_a_run_is_played_if_asked_for(
     trainer = untrained(tmp_path)
     for update, score in ((1, 4.0), (2, -4.0)):
         trainer.updates_done = update
-        trainer.save(tmp_path, version=1, return_mean=score)
+        trainer.save(tmp_path, version=1, tally=TallyRecord(episodes=1, returns=(score,)))
     assert evaluate(tmp_path, episodes=1, num_envs=1, best=True).checkpoint.name == "checkpoint-00000001"
     assert evaluate(tmp_path, episodes=1, num_envs=1).checkpoint.name == "checkpoint-00000002"
     assert main(["eval", str(tmp_path), "--best", "--episodes", "1"]) == 0

@@ -12,6 +12,7 @@ from rollout_service.control.messages import Publish
 from rollout_service.errors import CheckpointError
 from rollout_service.launch.serial import SerialUpdate, run_serial
 from rollout_service.launch.train import train_serially
+from rollout_service.tally import TallyRecord
 from tests.fixtures.limits import TOO_SMALL, largest_file
 from tests.fixtures.training import small_config
 from tests.learner.test_session import Service, saved
@@ -57,7 +58,7 @@ def test_a_last_checkpoint_that_fails_is_told_and_tried_once_more_at_the_end(ser
 
 def test_the_score_of_a_batch_stands_in_its_checkpoint(service: Service) -> None:
     learn(service, 1)
-    learn(service, 2, return_mean=12.5)
+    learn(service, 2, tally=TallyRecord(episodes=1, returns=(12.5,)))
     assert checkpoints.require(service.run_dir).checkpoint.manifest.return_mean == 12.5
 
 
