@@ -223,6 +223,7 @@ class SerialRun:
         self.publish()
         self.bank = other
         self._seeded = set(self.spec.bank(other)) if self.spec.state_strategy is StateStrategy.STORED else set()
+        self.metrics.tally.policy_lags.update([0] * len(valid_steps))
         now = time.monotonic()
         self.metrics.update(
             update=update,
