@@ -9,7 +9,8 @@ Writers: standalone the caller, over slots the actors; in both cases the learner
 the next rollout. Readers: the trainer, through batches that own their memory.
 Must never happen: a batch from stale advantages, or one whose row 0 was already seeded for the next rollout.
 Left to others: leases and order between processes (control), the byte layout (memory), checking and writing cells
-(cells, cell_writer), accessors (rollout_views), estimators (gae), tensors (sequences).
+(cells, cell_writer), accessors (rollout_views), what is in order when (rollout_life), estimators (gae), tensors
+(sequences).
 
 Life of a standalone rollout:
 
@@ -27,7 +28,6 @@ Indices read [step][env] outside, arrays lie env-major inside.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -46,7 +46,8 @@ from learner.cells import (
     spaces_of,
 )
 from learner.gae import Estimator
-from learner.rollout_views import CARRY, Epochs, RolloutViews
+from learner.rollout_life import Life
+from learner.rollout_views import CARRY, RolloutViews
 from learner.sequences import Generator, SequenceBatch, check_envs_per_minibatch, materialize
 from learner.single_pass import write_advantages
 from learner.upload import TrainingRows
@@ -58,14 +59,6 @@ from rollout_service.recurrence import ended, warm_start
 
 if TYPE_CHECKING:
     from gymnasium import Space
-
-
-@dataclass(frozen=True)
-class _Covered:
-    """What the last GAE call covered, and of which filling of the slots."""
-
-    valid_steps: NDArray[np.int64]
-    epochs: Epochs
 
 
 class RecurrentRolloutBuffer(RolloutViews):
@@ -112,8 +105,7 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     def _bind(self, memory: RolloutMemory, slots: Sequence[int], *, own: bool) -> None:
         super().__init__(memory, slots)
-        self._covered: _Covered | None = None
-        self._seeded: Epochs | None = None
+        self._life = Life(self._epochs)
         self._cells: CellWriter | None = None
         if own:
             self._cells = CellWriter(memory.writer(slots[0]), memory.fields)
@@ -132,7 +124,7 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     def _forget_products(self) -> None:
         """What GAE made of a rollout that has been overwritten since. Actors cannot do it: they may not write here."""
-        if self._cells is None and self._covered is not None and self._covered.epochs != self._epochs():
+        if self._cells is None and self._life.is_outdated:
             self.reset()
 
     # Writing
@@ -168,7 +160,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         )
         self._begin_rollout_if_seeded()
         cells.write(transition)
-        self._covered = None
+        self._life.changed()
 
     def add_recurrent_state(self, step: int, env_id: EnvIds, h: ArrayLike, c: ArrayLike | None = None) -> None:
         """Record the state ENTERING the step: [L, H] for one env, [n, L, H] for a range; [H], [n, H] with L = 1.
@@ -179,7 +171,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         state = cells.checked_state(step, env_id, {"h": h, "c": c})
         self._begin_rollout_if_seeded()
         cells.write_state(state)
-        self._covered = None
+        self._life.changed()
 
     def seed_warm_start(
         self,
@@ -223,13 +215,13 @@ class RecurrentRolloutBuffer(RolloutViews):
         if self._cells is not None:
             for name, array in final.items():
                 mine[FINAL_PREFIX + name][played] = array[played]
-        target._seeded = target._epochs()
+        target._life.seeded()
 
     def reset(self) -> None:
         """Zero advantages and returns. Rows, states and carry flags survive; batches need GAE again."""
         self._arrays["advantages"][...] = 0.0
         self._arrays["returns"][...] = 0.0
-        self._covered = None
+        self._life.changed()
 
     # Estimating
 
@@ -296,7 +288,7 @@ class RecurrentRolloutBuffer(RolloutViews):
             raise
         if self._cells is not None:
             self._arrays["last_values"][steps > 0] = last[steps > 0]
-        self._covered = _Covered(steps, self._epochs())
+        self._life.estimated(steps)
 
     # Batches
 
@@ -332,7 +324,7 @@ class RecurrentRolloutBuffer(RolloutViews):
         was seeded.
         """
         steps = self._per_env("valid_steps", valid_steps, low=0, high=self._num_steps)
-        self._require_unseeded()
+        self._life.require_unseeded()
         self._require_rows(steps)
         return TrainingRows.of(self._arrays, self._fields, steps)
 
@@ -363,7 +355,7 @@ class RecurrentRolloutBuffer(RolloutViews):
     @property
     def valid_steps(self) -> NDArray[np.int64]:
         """int [N]: K of each env in the last GAE call. Raises OutOfOrder before it."""
-        return self._last_estimate().valid_steps.copy()
+        return self._life.covered().copy()
 
     def _batch(self, steps: NDArray[np.int64], env_ids: NDArray[np.int64], device: torch.device | str) -> SequenceBatch:
         return materialize(
@@ -391,11 +383,7 @@ class RecurrentRolloutBuffer(RolloutViews):
             (theirs[:, : array.shape[1]] if theirs.ndim > 1 else theirs)[...] = array
         if twin._cells is not None:
             twin._cells.written[...] = self._written()
-        epochs = self._epochs()
-        if self._covered is not None and self._covered.epochs == epochs:
-            twin._covered = _Covered(self._covered.valid_steps, twin._epochs())
-        if self._seeded == epochs:
-            twin._seeded = twin._epochs()
+        self._life.hand_to(twin._life)
         return twin
 
     def close(self) -> None:
@@ -433,29 +421,17 @@ class RecurrentRolloutBuffer(RolloutViews):
 
     def _begin_rollout(self) -> None:
         self._require_own("a new rollout").begin(epoch=self._epochs()[0] + 1)
-        self._seeded = None
+        self._life.begun()
         self.reset()
 
     def _begin_rollout_if_seeded(self) -> None:
-        if self._seeded is not None:
+        if self._life.is_over:
             self._begin_rollout()
 
     def _ready(self) -> NDArray[np.int64]:
         """K of the last GAE call, if a batch may be taken now."""
-        self._require_unseeded()
-        return self._last_estimate().valid_steps
-
-    def _require_unseeded(self) -> None:
-        if self._seeded == self._epochs():
-            raise OutOfOrder(
-                "row 0 was seeded for the next rollout, so a batch would start from the wrong state; "
-                "take batches before seed_warm_start, or begin the next rollout with add"
-            )
-
-    def _last_estimate(self) -> _Covered:
-        if self._covered is None or self._covered.epochs != self._epochs():
-            raise OutOfOrder("GAE has not run over these rows; call compute_advantages before taking a batch")
-        return self._covered
+        self._life.require_unseeded()
+        return self._life.covered()
 
     def _written(self) -> NDArray[np.bool_]:
         """bool [N, T]: cells that this rollout has; over slots the rows that were committed."""

@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -33,7 +33,6 @@ from rollout_service.launch.cpu import CGROUP_MEMBERSHIP, CGROUP_ROOT, usable_co
 
 DISTRIBUTION: Final = "rollout-service"
 LIBRARIES: Final = ("numpy", "torch", "gymnasium")
-UNIX_MODULES: Final = ("fcntl", "resource", "_posixshmem", "pwd")
 SMALL_SHARED_MEMORY: Final = 256 << 20
 """Vector observations need a few MiB, images hundreds; Docker's default is 64 MiB."""
 MEMORY_OF_A_ROLE: Final = 350 << 20
@@ -156,10 +155,10 @@ def _guarded(name: str, check: Callable[[], Finding]) -> Check:
 
 
 def check_platform() -> Finding:
-    from rollout_service.launch.prepare import NEEDED_MODULES
+    from rollout_service.launch.prepare import NEEDED_MODULES, importable
 
     found = f"{platform.system()} {platform.release()} {platform.machine()}"
-    missing = [name for name in UNIX_MODULES if not _importable(name)]
+    missing = [name for name in (*NEEDED_MODULES, "pwd") if not importable(name)]
     if missing:
         found += f", without the modules {', '.join(missing)}"
     if not sys.platform.startswith("linux") or set(missing) & set(NEEDED_MODULES):
@@ -358,14 +357,6 @@ CHECKS: Final[dict[str, Callable[[], Finding]]] = {
     "sockets": check_sockets,
     "leftovers": check_leftovers,
 }
-
-
-def _importable(name: str) -> bool:
-    try:
-        import_module(name)
-    except ImportError:
-        return False
-    return True
 
 
 def _version(distribution: str) -> str | None:

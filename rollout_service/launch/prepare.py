@@ -46,7 +46,7 @@ NEEDED_MODULES: Final = ("fcntl", "resource", "_posixshmem")
 
 def require_platform() -> None:
     """Raises ConfigError where runs are not supported; importing and `--help` work everywhere."""
-    missing = [name for name in NEEDED_MODULES if not _importable(name)]
+    missing = [name for name in NEEDED_MODULES if not importable(name)]
     if not sys.platform.startswith("linux") or missing:
         why = f"missing here: {', '.join(missing)}" if missing else f"this is {sys.platform}"
         raise ConfigError(
@@ -78,7 +78,7 @@ def outside_of_other_runs() -> Iterator[None]:
 _under_way: ContextVar[bool] = ContextVar("under_way", default=False)
 
 
-def _importable(name: str) -> bool:
+def importable(name: str) -> bool:
     try:
         importlib.import_module(name)
     except ImportError:
