@@ -44,8 +44,8 @@ class Hostile:
         self._seen: list[bytes] = [encode(self._join), encode(Status()), encode(Ready(version=3))]
         self._kinds = (
             self._noise, self._bent, self._cut, self._wrong_values, self._wrong_values, self._again, self._again,
-            self._nested, self._long, self._other_version, self._no_type, self._hello, self._hello, self._commit,
-            self._commit, self._heartbeat, self._right_name_wrong_fields,
+            self._nested, self._long, self._other_version, self._no_type, self._hello, self._hello, self._right_join,
+            self._commit, self._commit, self._heartbeat, self._right_name_wrong_fields,
         )  # fmt: skip
 
     def remember(self, data: bytes) -> None:
@@ -123,6 +123,10 @@ class Hostile:
 
     def _number(self) -> int:
         return self.random.choice((0, 1, 2, 3, 5, 9, 2**31, 2**63 - 1))
+
+    def _right_join(self) -> bytes:
+        """Who has got a place gets slots for it."""
+        return encode(self._join)
 
     def _hello(self) -> bytes:
         role = self.random.choice(list(Role))

@@ -19,8 +19,6 @@ from rollout_service import checkpoint
 
 ACTORS: Final = 2
 UPDATES_PER_KILL: Final = 30
-NOT_OF_THE_RUN: Final = "generator/torch"
-"""Torch's global generator: nothing draws from it."""
 EQUAL: Final = ("update", "env_steps", "counters", "generators", "figures")
 """What a manifest says, but for versions: those that were lost with a learner are not used again."""
 
@@ -83,7 +81,7 @@ def _reached(run: WatchedRun, update: int) -> bool:
 def _digest(arrays: dict[str, np.ndarray]) -> str:
     """Of names, shapes, dtypes and bytes."""
     found = hashlib.sha256()
-    for name in sorted(set(arrays) - {NOT_OF_THE_RUN}):
+    for name in sorted(arrays):
         found.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}\n".encode())
         found.update(np.ascontiguousarray(arrays[name]).tobytes())
     return found.hexdigest()
