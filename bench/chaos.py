@@ -19,7 +19,7 @@ from typing import Any, Final
 from bench.faults import run_with_faults
 from bench.repeats import run_twice
 from bench.short_runs import STOPS, run_and_stop, run_to_the_end
-from bench.watched import leave_on_sigterm, say
+from bench.watched import say, take_signals
 from rollout_service.bench.report import record
 
 RESULTS = Path(__file__).parent / "results" / "chaos.json"
@@ -92,7 +92,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the moments and of the runs (default: 1)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where the figures go")
     chosen = parser.parse_args()
-    leave_on_sigterm()
+    take_signals()
     with tempfile.TemporaryDirectory(prefix="rs-chaos-") as directory:
         figures = chaos(chosen, Path(directory))
     record(chosen.results, " ".join([COMMAND, *sys.argv[1:]]), figures)

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import psutil
 
-from bench.watched import PATIENCE_S, elapse, leave_on_sigterm, tensorboard_steps, until
+from bench.watched import PATIENCE_S, elapse, take_signals, tensorboard_steps, until
 from rollout_service import checkpoint
 from rollout_service.bench.report import record
 from tests.fixtures.machine import Service
@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the moments and of the run (default: 1)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where the figures go")
     chosen = parser.parse_args()
-    leave_on_sigterm()
+    take_signals()
     with tempfile.TemporaryDirectory(prefix="rs-chaos-") as directory:
         figures = chaos(Path(directory), kills=chosen.kills, seed=chosen.seed)
     record(chosen.results, " ".join([COMMAND, *sys.argv[1:]]), figures)

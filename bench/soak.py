@@ -21,7 +21,7 @@ from typing import Any, Final
 import psutil
 
 from bench.faults import EXIT_CTRL_C, settings
-from bench.watched import Watch, WatchedRun, elapse, leave_on_sigterm, say, until
+from bench.watched import Watch, WatchedRun, elapse, say, take_signals, until
 from rollout_service.bench.report import record
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--schedule", choices=("streaming", "lockstep"), default="streaming", help="default: streaming")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="where the figures go")
     chosen = parser.parse_args()
-    leave_on_sigterm()
+    take_signals()
     with tempfile.TemporaryDirectory(prefix="rs-soak-") as directory:
         figures = soak(Path(directory), schedule=chosen.schedule, seconds=chosen.seconds)
     record(chosen.results, " ".join([COMMAND, *sys.argv[1:]]), figures)

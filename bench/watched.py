@@ -36,7 +36,7 @@ from rollout_service.launch.cleanup import run_header
 from rollout_service.launch.train import ACCOUNT_NOTE
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.memory.segment import SegmentInfo, list_segments
-from tests.fixtures.machine import Service, environment
+from tests.fixtures.machine import Service, environment, hear_stop_signals
 
 POLL_S: Final = 0.005
 PATIENCE_S: Final = 120.0
@@ -54,8 +54,12 @@ def say(text: str) -> None:
     print(f"{time.monotonic() - BEGAN:7.1f} s  {text}", file=sys.stderr, flush=True)
 
 
-def leave_on_sigterm() -> None:
-    """From now on SIGTERM ends this program by an exception, so that what it has started goes with it."""
+def take_signals() -> None:
+    """From now on SIGTERM ends this program by an exception, so that what it has started goes with it.
+
+    Runs that it starts hear all stop signals, also if this program runs in the background.
+    """
+    hear_stop_signals()
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 

@@ -19,9 +19,14 @@ import pytest
 
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
 from rollout_service.memory.segment import SegmentInfo, list_segments
+from tests.fixtures.machine import hear_stop_signals
 
 DEATH_DEADLINE_S = 5.0
 """A child that was told to leave may need a moment to be reaped."""
+
+
+def pytest_configure() -> None:
+    hear_stop_signals()
 
 
 def descendants() -> list[psutil.Process]:
