@@ -64,7 +64,7 @@ def test_a_service_to_which_nobody_came_leaves_on_a_signal(hands: Hands, number:
     assert not Path(hands.endpoint.removeprefix("ipc://")).exists()
 
 
-def test_a_service_whose_roles_are_all_but_one_here_and_the_roles_take_signals(hands: Hands):
+def test_a_service_whose_roles_are_all_but_one_here_and_the_roles_leave_on_sigterm(hands: Hands):
     """They share the run with a group, as roles of different users would."""
     group = ("--share-with-group", str(os.getegid()))
     service = hands.serve(*RUN, *group)
