@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE, SOCKET_PREFIX, socket_root
 from rollout_service.memory.segment import SegmentInfo, list_segments
@@ -27,6 +28,9 @@ DEATH_DEADLINE_S = 5.0
 
 def pytest_configure() -> None:
     hear_stop_signals()
+    # How long an example takes says more about the machine than about the code.
+    settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
 
 
 def descendants() -> list[psutil.Process]:
