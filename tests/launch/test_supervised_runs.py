@@ -40,7 +40,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_a_run_survives_the_death_of_an_actor_and_is_seen_by_status_and_spared_by_clean(tmp_path: Path):
     run_dir = tmp_path / "run"
-    with Service(*words(*faults(step_s=0.01), "--json", updates=80), cwd=tmp_path) as service:
+    with Service(*words(*faults(step_s=0.01), "--json", updates=40), cwd=tmp_path) as service:
         eventually(lambda: service.updates(run_dir) >= 3, START_S, "three updates")
         status = json.loads(run_command("status", "--json", cwd=tmp_path).stdout)
         mine = [run for run in status["runs"] if run["pid"] == service.process.pid]
@@ -63,12 +63,12 @@ def test_a_run_survives_the_death_of_an_actor_and_is_seen_by_status_and_spared_b
         assert (again.returncode, "used by a run that is alive" in again.stderr) == (2, True)
         assert service.wait(START_S) == 0
         result = service.result()
-    assert (result["updates"], result["env_steps"]) == (80, 80 * STEPS_PER_UPDATE)
+    assert (result["updates"], result["env_steps"]) == (40, 40 * STEPS_PER_UPDATE)
     assert (result["return_mean"], result["success_rate"], result["run_dir"]) == (5.0, None, "run")
-    assert logged_steps(run_dir) == [update * STEPS_PER_UPDATE for update in range(1, 81)]
+    assert logged_steps(run_dir) == [update * STEPS_PER_UPDATE for update in range(1, 41)]
     assert (run_dir / "logs" / "actor-1.1.log").exists()
     assert "num_actors = 2" in (run_dir / "config.toml").read_text()
-    assert checkpoint.require(run_dir).checkpoint.manifest.update == 80
+    assert checkpoint.require(run_dir).checkpoint.manifest.update == 40
     played = json.loads(run_command("eval", "run", "--episodes", "3", "--argmax", "--json", cwd=tmp_path).stdout)
     expected = {"episodes": 3, "return_mean": 5.0, "return_std": 0.0, "success_rate": None, "length_mean": 5.0}
     assert played == expected
