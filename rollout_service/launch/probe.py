@@ -2,9 +2,9 @@
 
     python -m rollout_service.launch.probe  < TrainConfig as JSON  > RunSpec as JSON, one line
 
-It makes the env as an actor will, tries it out, reads its spaces and autoreset mode, and builds the policy once for its
-state and parameter manifest. It is the only process of a launch that needs both env and torch; the parent imports
-neither, and no segment exists before it is through. An error of ours is one line `{"error": kind, "message": text}` on
+It makes the env as an actor will, tries it out, reads its spaces and autoreset mode, and works out what the policy will
+be made of. The parent imports no env, and no segment exists before the probe is through; torch is needed here only to
+look for a GPU that was asked for. An error of ours is one line `{"error": kind, "message": text}` on
 standard output and exit code 2. What can be run but looks wrong is a line `{"warning": text}` before the answer, and
 stands on standard error too. What an env prints goes to standard error, so that it cannot get between. `num_actors`
 must be a number here: "auto" is resolved by the caller.
@@ -19,9 +19,10 @@ import warnings
 
 from pydantic import ValidationError
 
-from rollout_service.config import TrainConfig
+from rollout_service.config import Device, TrainConfig
 from rollout_service.errors import ConfigError, RolloutServiceError
 from rollout_service.lifeline import follow_parent, leave
+from rollout_service.policy.shapes import array_specs, state_shapes
 from rollout_service.runspec import RunSpec
 
 EXIT_REFUSED = 2
@@ -39,26 +40,27 @@ def build_run_spec(config: TrainConfig) -> RunSpec:
     """
     if not isinstance(config.num_actors, int):
         raise ConfigError(f"num_actors is {config.num_actors!r}; the probe needs a number, resolve it first")
-    from learner.staging import select_device
     from rollout_service.envs.bad_data import BadData
     from rollout_service.envs.check import check_env
-    from rollout_service.policy.actor_critic import ActorCritic
 
-    select_device(config.device)
+    if config.device is Device.CUDA:
+        from learner.staging import select_device
+
+        select_device(config.device)
     bad_data = BadData(config.on_bad_data, config.obs_limit)
     found = check_env(config.env, config.env_kwargs, config.vectorize, config.envs_per_actor, bad_data)
     for warning in found.warnings:
         warnings.warn(warning, EnvWarning, stacklevel=2)
-    policy = ActorCritic(found.spaces, config.policy_spec(), seed=config.seed)
+    policy = config.policy_spec()
     return RunSpec(
         env=config.env,
         env_kwargs=config.env_kwargs,
         vectorize=config.vectorize,
         spaces=found.spaces,
         autoreset=found.autoreset,
-        policy=config.policy_spec(),
-        state=policy.state_spec(),
-        parameters=policy.parameter_specs(),
+        policy=policy,
+        state=state_shapes(policy),
+        parameters=array_specs(found.spaces, policy),
         state_strategy=config.state_strategy,
         num_steps=config.num_steps,
         max_policy_lag=config.max_policy_lag,

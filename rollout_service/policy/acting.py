@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from rollout_service.errors import ConfigError, OutOfRange
 from rollout_service.memory.schema import observation_fields
+from rollout_service.policy.shapes import input_size, is_normalized, num_choices
 from rollout_service.runspec import Core, Leaf, PolicySpec, SpaceKind, Spaces
 
 Array = NDArray[Any]
@@ -113,11 +114,10 @@ class ActingPolicy:
     """A policy over published arrays for `num_envs` envs, `rows` of them at a time, and their recurrent state."""
 
     def __init__(self, spaces: Spaces, spec: PolicySpec, num_envs: int, rows: int) -> None:
-        self.num_choices: Final = spaces.action.size or 0
+        self.num_choices: Final = num_choices(spaces.action)
         self._start = spaces.action.start
-        self._normalizes = spec.normalize_observations
         leaves = zip(observation_fields(spaces), spaces.observation, strict=True)
-        self._leaves = [_LeafReader(field, leaf) for field, leaf in leaves]
+        self._leaves = [_LeafReader(field, leaf, is_normalized(leaf, spec)) for field, leaf in leaves]
         self._weights = _Weights(sum(reader.size for reader in self._leaves), spec, self.num_choices)
         joint, cells = self._weights.state_arrays(num_envs)
         recurrent = bool(self._weights.cells)
@@ -143,7 +143,7 @@ class ActingPolicy:
             return arrays[name]
 
         for index, reader in enumerate(self._leaves):
-            if self._normalizes and reader.normalizes:
+            if reader.normalizes:
                 reader.moments(named(f"normalizers.{index}.mean"), named(f"normalizers.{index}.variance"))
         weights = self._weights
         weights.load_encoder(named("encoder.linear.weight"), named("encoder.linear.bias"))
@@ -207,17 +207,15 @@ class ActingPolicy:
 class _LeafReader:
     """One observation leaf as the encoder wants it; the rule of policy/spaces.py, in numpy."""
 
-    def __init__(self, field: str, leaf: Leaf) -> None:
+    def __init__(self, field: str, leaf: Leaf, normalizes: bool) -> None:
         self.field = field
-        self.normalizes = leaf.kind is SpaceKind.BOX
+        self.normalizes = normalizes
+        self.size = input_size(leaf)
         self._choices: Array | None = None
         self._offset: Floats | None = None
         self._scale: Floats | None = None
         if leaf.kind is SpaceKind.DISCRETE:
-            self.size = leaf.size or 0
             self._choices = np.arange(leaf.start, leaf.start + self.size, dtype=leaf.dtype)
-        else:
-            self.size = int(np.prod(leaf.shape, dtype=np.int64))
 
     def moments(self, mean: Array, variance: Array) -> None:
         self._offset = mean.reshape(-1).astype(np.float32)

@@ -33,8 +33,9 @@ from rollout_service.policy.encoders import Encoder, orthogonal_linear
 from rollout_service.policy.kernels import UNITS, CategoricalHeads, categorical_heads, takes
 from rollout_service.policy.normalizer import RunningMoments, normalize
 from rollout_service.policy.recurrent import Core, FeedForwardCore, LSTMCore, StepWeights
+from rollout_service.policy.shapes import is_normalized
 from rollout_service.policy.spaces import network_input
-from rollout_service.runspec import ArraySpec, PolicySpec, SpaceKind, Spaces
+from rollout_service.runspec import ArraySpec, PolicySpec, Spaces
 from rollout_service.runspec import Core as CoreKind
 
 POLICY_GAIN = 0.01
@@ -150,7 +151,7 @@ class ActorCritic(nn.Module):
                 {
                     str(index): RunningMoments(leaf.shape)
                     for index, leaf in enumerate(spaces.observation)
-                    if spec.normalize_observations and leaf.kind is SpaceKind.BOX and not leaf.is_image
+                    if is_normalized(leaf, spec)
                 }
             )
             self.encoder = Encoder(spaces.observation, spec.encoder_dim, generator)
@@ -411,4 +412,4 @@ class ActorCritic(nn.Module):
 def _keep(rows: Tensor, valid: Tensor, filler: int) -> Tensor:
     """rows [n, T, *] with `filler` wherever not valid [n, T]; selected, for 0 * NaN is NaN."""
     mask = valid.view(*valid.shape, *(1,) * (rows.dim() - 2))
-    return rows.masked_fill(~mask, filler)
+    return torch.where(mask, rows, filler)  # masked_fill knows no unsigned integers but bytes

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_service.errors import SpaceNotSupported
 from rollout_service.policy.acting import gumbel_noise
-from rollout_service.policy.spaces import discrete_size
-from rollout_service.runspec import Leaf, SpaceKind
+from rollout_service.policy.shapes import num_choices
+from rollout_service.runspec import Leaf
 
 
 class Distribution(Protocol):
@@ -152,10 +151,4 @@ class Categorical:
 
 def distribution_for(action: Leaf) -> Categorical:
     """The distribution of an action space. Raises SpaceNotSupported where there is none."""
-    match action.kind:
-        case SpaceKind.DISCRETE:
-            return Categorical(discrete_size(action), action.start)
-        case SpaceKind.BOX:
-            raise SpaceNotSupported(
-                f"no policy for a Box action space of shape {action.shape}; Discrete actions are supported"
-            )
+    return Categorical(num_choices(action), action.start)

@@ -13,6 +13,7 @@ Axis letters: M rows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -20,15 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from rollout_service.policy import kernels
-from rollout_service.policy.spaces import image_size, input_size
+from rollout_service.policy.shapes import CONV_CHANNELS, CONV_KERNEL, image_features, image_size, input_size
 from rollout_service.runspec import Leaf
 
 ALIGNMENT = 64
 """Bytes: how torch's own memory is aligned."""
 HIDDEN_GAIN = math.sqrt(2.0)
 """Gain of the orthogonal weights in front of the core."""
-CONV_CHANNELS = (16, 32, 32)
-"""Each convolution halves both sides, rounded up: 84 x 84 ends as 11 x 11, and no image is too small."""
 
 
 def orthogonal_linear(inputs: int, outputs: int, gain: float, generator: torch.Generator) -> nn.Linear:
@@ -41,7 +40,9 @@ def orthogonal_linear(inputs: int, outputs: int, gain: float, generator: torch.G
 
 def orthogonal_conv(inputs: int, outputs: int, generator: torch.Generator) -> nn.Conv2d:
     """A 3 x 3 convolution of stride 2, orthogonal weights and zero bias."""
-    layer = nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1, device="meta").to_empty(device="cpu")
+    layer = nn.Conv2d(inputs, outputs, kernel_size=CONV_KERNEL, stride=2, padding=1, device="meta").to_empty(
+        device="cpu"
+    )
     nn.init.orthogonal_(layer.weight, HIDDEN_GAIN, generator=generator)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
@@ -49,17 +50,12 @@ def orthogonal_conv(inputs: int, outputs: int, generator: torch.Generator) -> nn
 
 
 class ImageStack(nn.Module):
-    """Convolutions for one image leaf: [M, C, Y, X] in [0, 1] -> [M, outputs]."""
+    """Convolutions for one image leaf: [M, C, Y, X] in [0, 1] -> [M, image_features]."""
 
     def __init__(self, leaf: Leaf, generator: torch.Generator) -> None:
         super().__init__()
-        channels, height, width = image_size(leaf)
-        layers = []
-        for outputs in CONV_CHANNELS:
-            layers.append(orthogonal_conv(channels, outputs, generator))
-            channels, height, width = outputs, (height + 1) // 2, (width + 1) // 2
-        self.layers = nn.ModuleList(layers)
-        self.outputs = channels * height * width
+        channels = (image_size(leaf)[0], *CONV_CHANNELS)
+        self.layers = nn.ModuleList(orthogonal_conv(*pair, generator) for pair in itertools.pairwise(channels))
 
     def forward(self, image: Tensor) -> Tensor:
         for layer in self.layers:
@@ -74,7 +70,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.images = nn.ModuleList(ImageStack(leaf, generator) for leaf in leaves if leaf.is_image)
         vectors = sum(input_size(leaf) for leaf in leaves if not leaf.is_image)
-        images = sum(int(stack.outputs) for stack in self.images if isinstance(stack, ImageStack))
+        images = sum(image_features(leaf) for leaf in leaves if leaf.is_image)
         self.linear = orthogonal_linear(vectors + images, dim, HIDDEN_GAIN, generator)
 
     def forward(self, vectors: Sequence[Tensor], images: Sequence[Tensor]) -> Tensor:

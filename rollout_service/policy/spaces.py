@@ -6,20 +6,18 @@
 
 Readers: the acting path and the sequence path of the policy, through the same functions, so the two cannot differ.
 What must never happen: a second scaling of images, or a change to the array that was passed in (it may be shared
-memory). Left to others: statistics (normalizer.py), and the refusal of spaces without a class here (where an env is
-made).
+memory). Left to others: sizes (shapes.py), statistics (normalizer.py), and the refusal of spaces without a class here
+(where an env is made).
 
 Axis letters: M rows; leading axes are written `...`.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from rollout_service.errors import SpaceNotSupported
+from rollout_service.policy.shapes import channels_last, discrete_size, input_size
 from rollout_service.runspec import Leaf, SpaceKind
 
 IMAGE_MAX = 255.0
@@ -29,35 +27,6 @@ IMAGE_MAX = 255.0
 def scale_image(pixels: Tensor) -> Tensor:
     """uint8 [...] -> float32 [...] in [0, 1]. The only place where pixels are scaled."""
     return torch.div(pixels, IMAGE_MAX)
-
-
-def channels_last(shape: tuple[int, ...]) -> bool:
-    """Whether an image is [Y, X, C]. Only one whose first axis is shorter than both others is taken as [C, Y, X]."""
-    return not (shape[0] < shape[1] and shape[0] < shape[2])
-
-
-def input_size(leaf: Leaf) -> int:
-    """Numbers that a vector leaf puts into the encoder. Raises SpaceNotSupported for a Discrete leaf without size."""
-    if leaf.kind is SpaceKind.DISCRETE:
-        return discrete_size(leaf)
-    return math.prod(leaf.shape)
-
-
-def discrete_size(leaf: Leaf) -> int:
-    """Choices of a Discrete leaf of shape (). Raises SpaceNotSupported for any other leaf."""
-    if leaf.kind is not SpaceKind.DISCRETE or leaf.size is None or leaf.shape:
-        raise SpaceNotSupported(
-            f"leaf {leaf.path!r} is {leaf.kind} of shape {leaf.shape} and size {leaf.size}; "
-            "a Discrete leaf of shape () with its number of choices is expected here"
-        )
-    return leaf.size
-
-
-def image_size(leaf: Leaf) -> tuple[int, int, int]:
-    """(C, Y, X) of an image leaf."""
-    if channels_last(leaf.shape):
-        return leaf.shape[2], leaf.shape[0], leaf.shape[1]
-    return leaf.shape[0], leaf.shape[1], leaf.shape[2]
 
 
 def network_input(leaf: Leaf, rows: Tensor) -> Tensor:

@@ -45,11 +45,17 @@ def test_a_run_spec_says_what_env_and_policy_turned_out_to_be() -> None:
 
 
 def test_the_process_gives_the_same_document_and_lets_nothing_between() -> None:
-    config = small_config(env="tests.fixtures.training:talkative", env_kwargs={})
+    config = small_config(env="tests.fixtures.random_ends:talkative", env_kwargs={})
     code, answer, words = probe(config.to_json())
     assert code == 0
     assert RunSpec.model_validate(answer) == build_run_spec(config)
     assert "talking" in words
+
+
+def test_it_waits_for_no_torch() -> None:
+    code = "import sys, rollout_service.launch.probe as probe; probe.main(); assert 'torch' not in sys.modules"
+    text = small_config(device="auto", normalize_observations=True).to_json()
+    subprocess.run([sys.executable, "-c", code], input=text, check=True, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_an_env_that_does_not_exist_is_one_line_and_exit_code_2() -> None:

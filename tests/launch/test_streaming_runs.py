@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.fixtures.machine import logged_steps, run_command
-from tests.fixtures.training import RANDOM_ENDS
+from tests.fixtures.random_ends import RANDOM_ENDS
 
 STEPS, ACTORS, ENVS, UPDATES = 16, 3, 2, 30
 ROLLOUT = STEPS * ACTORS * ENVS

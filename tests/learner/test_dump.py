@@ -64,7 +64,7 @@ def test_the_batch_of_a_later_update(tmp_path: Path):
             run.one_update()
             assert path.exists() == (update == 3)
     with safe_open(path, "numpy") as file:
-        assert file.metadata() == {"update": "3", "env": "tests.fixtures.training:RandomEnds"}
+        assert file.metadata() == {"update": "3", "env": "tests.fixtures.random_ends:RandomEnds"}
 
 
 def test_a_file_that_cannot_be_written_is_named_before_the_run_and_ends_no_training(

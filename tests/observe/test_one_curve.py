@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from learner.evaluate import evaluate
 from rollout_service.launch.train import train_serially
-from tests.fixtures.training import RandomEnds, small_config
+from tests.fixtures.random_ends import RandomEnds
+from tests.fixtures.training import small_config
 
 ACTORS, ENVS, STEPS = 4, 2, 16
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_service.errors import SpaceNotSupported
-from rollout_service.policy.spaces import channels_last, discrete_size, input_size, network_input, scale_image
+from rollout_service.policy.shapes import input_size
+from rollout_service.policy.spaces import network_input, scale_image
 from rollout_service.runspec import Leaf, SpaceKind
 
 RGB = Leaf(kind=SpaceKind.BOX, shape=(5, 4, 3), dtype="uint8")
@@ -29,15 +29,6 @@ def test_each_channel_keeps_its_pixels() -> None:
     rows = torch.arange(60, dtype=torch.uint8).view(1, 5, 4, 3)
     image = network_input(RGB, rows)
     assert torch.equal(image[0, 2], rows[0, :, :, 2] / 255)
-
-
-@pytest.mark.parametrize(
-    ("shape", "last"), [((84, 84, 3), True), ((4, 84, 84), False), ((8, 8, 8), True), ((3, 3, 3), True)]
-)
-def test_an_image_is_channels_first_only_where_its_first_axis_is_the_shortest(
-    shape: tuple[int, ...], last: bool
-) -> None:
-    assert channels_last(shape) is last
 
 
 def test_a_discrete_observation_is_one_hot_from_its_start() -> None:
@@ -69,8 +60,3 @@ def test_the_stored_pixels_are_left_alone() -> None:
     rows = torch.full((1, 5, 4, 3), 200, dtype=torch.uint8)
     network_input(RGB, rows)
     assert torch.equal(rows, torch.full((1, 5, 4, 3), 200, dtype=torch.uint8))
-
-
-def test_a_discrete_leaf_without_its_size_is_refused() -> None:
-    with pytest.raises(SpaceNotSupported, match="number of choices"):
-        discrete_size(Leaf(kind=SpaceKind.DISCRETE, shape=(), dtype="int64"))

@@ -12,7 +12,8 @@ from rollout_service.checkpoint import POLICY_PREFIX
 from rollout_service.config import TrainConfig
 from rollout_service.launch.serial import SerialRun, weights_digest
 from rollout_service.runspec import AutoresetMode, StateStrategy, Vectorize
-from tests.fixtures.training import RANDOM_ENDS, after_steps, serial_run, sharpen, small_config
+from tests.fixtures.random_ends import RANDOM_ENDS
+from tests.fixtures.training import after_steps, serial_run, sharpen, small_config
 
 MODES = ("next_step", "same_step", "disabled")
 LIMIT = 1e-4
