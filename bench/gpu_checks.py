@@ -8,28 +8,34 @@ Axis letters: N envs, T steps, K valid_steps, n rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from learner.gae import Estimator, advantages_and_returns
-from learner.scan import advantages_and_returns_on_device, vtrace_on_device
+from learner.rollout_buffer import RecurrentRolloutBuffer
+from learner.scan import advantages_and_returns_on_device
 from learner.staging import compute_exactly
 from learner.trainer import RATIO_LIMIT_CPU, RATIO_LIMIT_CUDA, Trainer
 from learner.vtrace import vtrace
-from rollout_service.bench.rig import STATE
+from rollout_service.bench.rig import ENCODER, HIDDEN, NULL_ENV, STATE
 from rollout_service.config import Device, GaeRule, TrainConfig
 from rollout_service.launch.probe import build_run_spec
 from rollout_service.launch.serial import SerialRun
+from rollout_service.memory.slots import RolloutMemory
 from rollout_service.policy.recurrent import LSTMCore
 
 Figures = dict[str, float]
 
 ESTIMATOR: Final = Estimator(0.99, 0.95)
+BARS: Final = {"gamma": 0.99, "rho_bar": 1.0, "c_bar": 1.0}
+FEW_AND_MANY_STEPS: Final = (64, 1024)
 SUM_TOLERANCE: Final = 1e-9
 """Relative, float64 sums in another order."""
 FORWARD_TOLERANCE: Final = 5e-5
@@ -62,14 +68,12 @@ def require_healthy(device: torch.device) -> None:
 def gae_scan(device: torch.device, envs: int = 256, steps: int = 128) -> Figures:
     """The scan against the reference, every rule, envs of every length."""
     rows, last_values, counts = estimator_rows(envs, steps)
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in rows.items()}
+    there = rows_on(device, envs, steps)
     worst = 0.0
     for rule in GaeRule:
         estimator = Estimator(0.99, 0.95, rule=rule, reward_scale=0.5)
         expected = advantages_and_returns(rows, last_values, counts, estimator)
-        found = advantages_and_returns_on_device(
-            tensors, torch.from_numpy(last_values).to(device), torch.from_numpy(counts).to(device), estimator
-        )
+        found = advantages_and_returns_on_device(*there, estimator)
         for ours, theirs in zip(found, expected, strict=True):
             worst = max(worst, relative(ours.cpu().numpy(), theirs))
     require(worst <= SUM_TOLERANCE, f"GAE differs from the reference by {worst:.3g} of its scale")
@@ -77,19 +81,52 @@ def gae_scan(device: torch.device, envs: int = 256, steps: int = 128) -> Figures
 
 
 def vtrace_scan(device: torch.device, envs: int = 256, steps: int = 128) -> Figures:
-    """The scan against the reference."""
+    """On the device as on the CPU, where the tests hold it to a loop over single rows."""
+    here, there = (vtrace(*trace_rows(place, envs, steps), **BARS) for place in (torch.device("cpu"), device))
+    worst = max(relative(found.cpu().numpy(), expected.numpy()) for found, expected in zip(there, here, strict=True))
+    require(worst <= SUM_TOLERANCE, f"V-trace differs from the CPU's by {worst:.3g} of its scale")
+    return {"relative_error": worst}
+
+
+def scan_launches(device: torch.device, envs: int = 16) -> Figures:
+    """How many kernels GAE and V-trace start: sixteen times the steps are fewer than twice as many."""
+    figures: Figures = {}
+    for name, work in (
+        ("gae", lambda steps: partial(advantages_and_returns_on_device, *rows_on(device, envs, steps), ESTIMATOR)),
+        ("vtrace", lambda steps: partial(vtrace, *trace_rows(device, envs, steps), **BARS)),
+    ):
+        few, many = counts = [launches(device, work(steps)) for steps in FEW_AND_MANY_STEPS]
+        require(0 < few < many < 2 * few, f"{name} of {FEW_AND_MANY_STEPS} steps starts {few} and {many} kernels")
+        figures |= {f"{name}_{steps}": float(n) for steps, n in zip(FEW_AND_MANY_STEPS, counts, strict=True)}
+    return figures
+
+
+def launches(device: torch.device, work: Callable[[], object]) -> int:
+    """Kernels that it starts; on a CPU operations, inner ones too."""
+    on_gpu = device.type == "cuda"
+    work()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as seen:
+        work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    return sum(event.name.startswith("cudaLaunchKernel" if on_gpu else "aten::") for event in seen.events())
+
+
+def rows_on(device: torch.device, envs: int, steps: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """`estimator_rows` as tensors."""
+    rows, last_values, counts = estimator_rows(envs, steps)
+    there = {name: torch.from_numpy(array).to(device) for name, array in rows.items()}
+    return there, torch.from_numpy(last_values).to(device), torch.from_numpy(counts).to(device)
+
+
+def trace_rows(device: torch.device, envs: int, steps: int) -> list[Tensor]:
+    """What `vtrace` takes, of noise."""
     rng = np.random.default_rng(2)
     log_ratios, rewards, values, next_values = rng.standard_normal((4, envs, steps))
     ended = rng.random((envs, steps)) < 0.05
     ended[:, -1] = True
     arrays = (log_ratios * 0.3, rewards, values, next_values, ended)
-    expected = vtrace(*arrays, gamma=0.99, rho_bar=1.0, c_bar=1.0)
-    found = vtrace_on_device(
-        *(torch.from_numpy(array).to(device) for array in arrays), gamma=0.99, rho_bar=1.0, c_bar=1.0
-    )
-    worst = max(relative(ours.cpu().numpy(), theirs) for ours, theirs in zip(found, expected, strict=True))
-    require(worst <= SUM_TOLERANCE, f"V-trace differs from the reference by {worst:.3g} of its scale")
-    return {"relative_error": worst}
+    return [torch.from_numpy(array).to(device) for array in arrays]
 
 
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
@@ -183,6 +220,44 @@ def kinds_of_runs(device: torch.device) -> Figures:
             finite = all(np.isfinite(array).all() for array in run.trainer.weights().values())
             require(finite, f"weights are not finite after two updates with {settings}")
     return {"runs": float(len(kinds))}
+
+
+def same_run_twice(device: torch.device) -> Figures:
+    """A deterministic run has a kernel for all it does. Whether it repeats itself is a figure: 0 where it does."""
+    seen = []
+    try:
+        for _ in range(2):
+            with serial_run(small_run(device, deterministic=True, advantage_estimator="vtrace", num_layers=2)) as run:
+                for _ in range(2):
+                    run.one_update()
+                seen.append(run.trainer.weights())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return {"largest_difference": max(float(np.abs(seen[0][name] - seen[1][name]).max()) for name in seen[0])}
+
+
+def trainer(device: Device, envs: int, steps: int) -> Trainer:
+    """Of one actor on NullEnv with the sizes of `rollout_service.bench.rig`; each update is the same work."""
+    config = TrainConfig(
+        env=NULL_ENV,
+        num_actors=1,
+        envs_per_actor=envs,
+        num_steps=steps,
+        total_steps=10**9,
+        max_policy_lag=1,
+        hidden_dim=HIDDEN,
+        encoder_dim=ENCODER,
+        envs_per_minibatch=max(1, envs // 4),
+        learning_rate=1e-9,
+        device=device,
+    )
+    return Trainer(config, build_run_spec(config), total_updates=1000)
+
+
+def one_update(learner: Trainer, memory: RolloutMemory) -> Callable[[], object]:
+    """From slot 0, over and over: as in streaming nothing is seeded."""
+    rollout = RecurrentRolloutBuffer.over(memory, (0,))
+    return lambda: learner.update(rollout, valid_steps=memory.num_steps, update=learner.updates_done + 1)
 
 
 def small_run(device: torch.device, **settings: Any) -> TrainConfig:

@@ -15,17 +15,14 @@ from typing import Final
 import numpy as np
 import torch
 
-from bench.gpu_checks import ESTIMATOR, Figures
+from bench.gpu_checks import ESTIMATOR, Figures, one_update, trainer
 from bench.gpu_uploads import filled_memory
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.staging import DeviceStaging, HostStaging
-from learner.trainer import Trainer
 from learner.upload import estimate, lane_for, make_batch, upload
-from rollout_service.bench.rig import ENCODER, HIDDEN, NULL_ENV, null_spaces
+from rollout_service.bench.rig import null_spaces
 from rollout_service.bench.timing import alternate
-from rollout_service.config import Device, TrainConfig
-from rollout_service.launch.probe import build_run_spec
-from rollout_service.memory.slots import RolloutMemory
+from rollout_service.config import Device
 from rollout_service.runspec import Leaf, SpaceKind, Spaces
 
 STEPS: Final = 128
@@ -56,7 +53,7 @@ def staging_times(device: torch.device, envs: int, steps: int = STEPS, *, images
         counts = np.full(envs, steps)
         rows = rollout.training_rows(counts)
         lane = lane_for(device)
-        nbytes = sum(array.nbytes for array in rows.steps.values())
+        nbytes = sum(piece.nbytes for pieces in rows.steps.values() for piece in pieces)
 
         def send() -> None:
             upload(rows, device, lane)
@@ -72,7 +69,9 @@ def staging_times(device: torch.device, envs: int, steps: int = STEPS, *, images
                 "gae": settled(device, lambda: estimate(there, ESTIMATOR)),
                 "batch": settled(device, lambda: make_batch(there, advantages, returns)),
                 "all_here": settled(device, lambda: staging.batch(rollout, counts, ESTIMATOR, no_phase)),
-                "all_by_the_cpu": settled(device, lambda: host.batch(rollout, counts, ESTIMATOR, no_phase).to(device)),
+                "all_by_the_cpu": settled(
+                    device, lambda: host.batch(rollout, counts, ESTIMATOR, no_phase)[0].to(device)
+                ),
             },
             repetitions=REPETITIONS,
         )
@@ -95,6 +94,7 @@ def update_times(device: torch.device, envs: int, steps: int = STEPS, *, beside_
     """One update, four epochs of four minibatches, on the device and on the CPU; the device's memory at its peak."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what earlier parts have left is not this one's
         torch.cuda.reset_peak_memory_stats(device)
     with filled_memory(envs=envs, steps=steps, slots=1) as memory:
         trainers = {"update": trainer(Device(device.type), envs, steps)}
@@ -116,26 +116,3 @@ def update_times(device: torch.device, envs: int, steps: int = STEPS, *, beside_
         figures["peak_allocated_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
         figures["peak_reserved_mib"] = torch.cuda.max_memory_reserved(device) / 2**20
     return figures
-
-
-def one_update(learner: Trainer, memory: RolloutMemory) -> Callable[[], object]:
-    rollout = RecurrentRolloutBuffer.over(memory, (0,))
-    # As in streaming: nothing is seeded, so that the same rollout can be trained on again.
-    return lambda: learner.update(rollout, valid_steps=memory.num_steps, update=learner.updates_done + 1)
-
-
-def trainer(device: Device, envs: int, steps: int) -> Trainer:
-    config = TrainConfig(
-        env=NULL_ENV,
-        num_actors=1,
-        envs_per_actor=envs,
-        num_steps=steps,
-        total_steps=10**9,
-        max_policy_lag=1,
-        hidden_dim=HIDDEN,
-        encoder_dim=ENCODER,
-        envs_per_minibatch=max(1, envs // 4),
-        learning_rate=1e-9,  # the same work every time
-        device=device,
-    )
-    return Trainer(config, build_run_spec(config), total_updates=1000)

@@ -7,24 +7,28 @@ process with another limit of locked memory.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.gpu_checks import ESTIMATOR, Figures, require, require_healthy
+from bench.gpu_checks import ESTIMATOR, Figures, one_update, require, require_healthy, trainer
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.sequences import SequenceBatch
-from learner.staging import DeviceStaging, HostStaging
-from learner.upload import is_uploaded_whole
+from learner.staging import DeviceStaging, HostStaging, Staging
+from learner.upload import is_uploaded_whole, lane_for, upload
 from rollout_service.bench.rig import STATE, fill_slot, null_spaces
+from rollout_service.config import Device
 from rollout_service.memory.schema import rollout_fields
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.runspec import Leaf, SpaceKind, Spaces
@@ -33,6 +37,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 ESTIMATE_TOLERANCE: Final = 1e-5
 """float32 advantages and returns whose float64 sums were made in another order."""
 REOPENINGS: Final = 20
+SPIN_CYCLES: Final = 10**9
+"""About half a second; an upload of this size is issued in a few milliseconds."""
 MEMLOCK_KIB: Final = 64
 SUBPROCESS_S: Final = 60
 
@@ -44,13 +50,18 @@ def device_batch(device: torch.device) -> Figures:
         staging.prepare(memory)
         for slots, counts in (((0, 1), (64, 64)), ((1, 0), (64, 17)), ((2, 0), (0, 40))):
             steps = np.repeat(np.array(counts, np.int64), memory.envs_per_slot)
-            found, expected = (
-                way.batch(RecurrentRolloutBuffer.over(memory, slots), steps, ESTIMATOR, lambda _: nullcontext())
-                for way in (staging, HostStaging())
-            )
+            found, expected = (batch_by(way, memory, slots, steps) for way in (staging, HostStaging()))
             worst = max(worst, batch_difference(found.to("cpu"), expected))
     require(worst <= ESTIMATE_TOLERANCE, f"advantages or returns differ from the CPU's by {worst:.3g}")
     return {"estimate_difference": worst}
+
+
+def batch_by(
+    staging: Staging, memory: RolloutMemory, slots: tuple[int, ...], steps: NDArray[np.int64]
+) -> SequenceBatch:
+    """As the learner has it made."""
+    rollout = RecurrentRolloutBuffer.over(memory, slots, at_once=False)
+    return staging.batch(rollout, steps, ESTIMATOR, lambda _: nullcontext())[0]
 
 
 def batch_difference(found: SequenceBatch, expected: SequenceBatch) -> float:
@@ -91,9 +102,8 @@ def is_pinned(memory: RolloutMemory, name: str) -> bool:
 
 
 def batch_digest(memory: RolloutMemory, staging: DeviceStaging) -> str:
-    """Of a batch of slots 0 and 1: equal bits, equal digest."""
-    steps = np.full(2 * memory.envs_per_slot, memory.num_steps)
-    batch = staging.batch(RecurrentRolloutBuffer.over(memory, (0, 1)), steps, ESTIMATOR, lambda _: nullcontext())
+    """Of a batch of slots 1 and 0, which are no neighbours: equal bits, equal digest."""
+    batch = batch_by(staging, memory, (1, 0), np.full(2 * memory.envs_per_slot, memory.num_steps))
     digest = hashlib.sha256()
     for name, field in sorted(flat_fields(batch.to("cpu")).items()):
         digest.update(name.encode() + field.contiguous().numpy().tobytes())
@@ -124,6 +134,38 @@ def registration(device: torch.device) -> Figures:
     return {"pinned_mib": nbytes / 2**20}
 
 
+def beside_the_host(device: torch.device) -> Figures:
+    """Copies out of pinned slots keep nobody waiting; behind the lane's event the slots may be filled anew."""
+    with filled_memory() as memory, closing(DeviceStaging(device)) as staging:
+        staging.prepare(memory)
+        lane = lane_for(device)
+        rows = RecurrentRolloutBuffer.over(memory, (2, 0), at_once=False).training_rows(memory.num_steps)
+        expected = {name: np.concatenate(pieces).tobytes() for name, pieces in rows.steps.items()}
+        upload(rows, device, lane)  # the allocator of the device has its memory from now on
+        lane.wait()
+        busy = occupied(device)
+        there = upload(rows, device, lane)
+        require(busy is None or not busy.query(), "the host waited until its copies were made")
+        lane.wait()
+        require(busy is None or busy.query(), "the lane said that copies were complete before they had begun")
+        for field in memory.fields:
+            memory.array(field.name)[...] = 0
+        wrong = [name for name, array in expected.items() if there.steps[name].cpu().numpy().tobytes() != array]
+        require(not wrong, f"{', '.join(wrong)}: what was written behind the copies is in them")
+    require_healthy(device)
+    return {}
+
+
+def occupied(device: torch.device) -> torch.cuda.Event | None:
+    """Keeps the current stream of a GPU busy for a while. Returns an event behind that."""
+    if device.type != "cuda":
+        return None
+    torch.cuda._sleep(SPIN_CYCLES)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 def require_pins(memory: RolloutMemory, device: torch.device, *, expected: bool) -> None:
     if device.type == "cuda":
         wrong = [
@@ -150,7 +192,7 @@ def zero_length_field(device: torch.device) -> Figures:
 
 
 def refused_range(device: torch.device) -> Figures:
-    """Pages that are registered already are refused: one warning, no error left behind, the same numbers."""
+    """Pages that are registered already are refused: one warning, no error left behind, the same numbers; it trains."""
     with filled_memory() as memory:
         plain = pageable_digest(memory, device)
         with closing(DeviceStaging(device)) as first, closing(DeviceStaging(device)) as second:
@@ -161,6 +203,13 @@ def refused_range(device: torch.device) -> Figures:
                 require(second.pinned[0].names == (), f"pinned twice: {second.pinned[0].names}")
             require_healthy(device)
             require(batch_digest(memory, second) == plain, "a refusal changed the batch")
+            with closing(trainer(Device(device.type), memory.envs_per_slot, memory.num_steps)) as learner:
+                said = io.StringIO()
+                with redirect_stderr(said):
+                    learner.attach(memory)
+                    one_update(learner, memory)()
+                lines = [line for line in said.getvalue().splitlines() if line.startswith("learner:")]
+                require(len(lines) == (device.type == "cuda"), f"the learner said {lines}")
     require_healthy(device)
     return {}
 
@@ -184,7 +233,7 @@ def locked_memory_limit(device: torch.device) -> Figures:
 
     The driver may count pinned pages towards the limit, or not; root's limit counts nowhere. What it did is a figure.
     """
-    command = f"ulimit -l {MEMLOCK_KIB} && exec {sys.executable} -m bench.gpu_uploads {device.type}"
+    command = f"ulimit -l {MEMLOCK_KIB} && exec {shlex.quote(sys.executable)} -m bench.gpu_uploads {device.type}"
     ended = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=SUBPROCESS_S, check=False
     )

@@ -12,8 +12,9 @@ that of the policy pi as the update begins, and its values. From both come V-tra
 
 At equal weights rho = c = 1 and both are GAE's with lambda 1. Rows that are not valid stay 0.
 
-Who calls: the trainer, between the batch and the first epoch. Never: writes into a rollout. What is read of the
-rollout is copied first (`TraceRows`), so its slots may be given back before the forward.
+Who calls: the trainer, between the batch and the first epoch. Everything is computed where the batch is. Never: writes
+into a rollout. What is read of the rollout is copied first (`TraceRows`), so its slots may be given back before the
+forward.
 
 Axis letters: T columns of the batch, n envs of the batch, N envs of the rollout, K valid_steps.
 """
@@ -22,18 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.gae import bootstrap
+from learner.gae import Estimator
 from learner.ppo import masked_mean
-from learner.rollout_buffer import RecurrentRolloutBuffer
+from learner.scan import bootstrap
 from learner.sequences import SequenceBatch
-from learner.vtrace import vtrace
+from learner.upload import LAST_VALUES, DeviceRows
+from learner.vtrace import following_targets, vtrace
 from rollout_service.config import GaeRule, TrainConfig
 from rollout_service.policy.actor_critic import SequenceEvaluation
 
@@ -42,41 +41,36 @@ Evaluate = Callable[[SequenceBatch], SequenceEvaluation]
 
 @dataclass(frozen=True)
 class TraceRows:
-    """What V-trace reads of a rollout besides the batch; copies. float64 and bool [n, T], per env [n]."""
+    """What V-trace reads of a rollout besides the batch; copies. float64 and bool [n, T], float64 and int64 [n]."""
 
-    rewards: NDArray[np.float64]
+    rewards: Tensor
     """Scaled."""
-    terminated: NDArray[np.bool_]
-    truncated: NDArray[np.bool_]
-    truncation_values: NDArray[np.float64]
-    last_values: NDArray[np.float64]
-    valid_steps: NDArray[np.int64]
+    terminated: Tensor
+    truncated: Tensor
+    truncation_values: Tensor
+    last_values: Tensor
+    valid_steps: Tensor
 
     @classmethod
-    def of(
-        cls,
-        rollout: RecurrentRolloutBuffer,
-        batch: SequenceBatch,
-        counts: NDArray[np.int64],
-        reward_scale: float,
-        config: TrainConfig,
-    ) -> TraceRows:
-        """The rows of `batch`, which was taken of `rollout` with these counts (K, int [N])."""
-        envs, columns = batch.env_ids.cpu().numpy(), batch.valid.shape[1]
+    def of(cls, rows: DeviceRows, batch: SequenceBatch, estimator: Estimator) -> TraceRows:
+        """Those of `batch`, which was made of `rows`."""
 
-        def rows(grid: NDArray[Any]) -> NDArray[Any]:
-            return grid.T[envs, :columns]  # an index array always copies
+        def of_batch(field: Tensor) -> Tensor:
+            return field.index_select(0, batch.env_ids)  # always copies
 
-        terminated, truncated = rows(rollout.terminated()), rows(rollout.truncated())
-        if config.truncation_as_termination:
-            terminated, truncated = terminated | truncated, np.zeros_like(truncated)
+        def grid(name: str) -> Tensor:
+            return of_batch(rows.steps[name][:, : rows.columns])
+
+        terminated, truncated = grid("terminated").bool(), grid("truncated").bool()
+        if estimator.truncation_as_termination:
+            terminated, truncated = terminated | truncated, torch.zeros_like(truncated)
         return cls(
-            rewards=rows(rollout.rewards()).astype(np.float64) * reward_scale,
+            rewards=grid("rewards").double() * estimator.reward_scale,
             terminated=terminated,
             truncated=truncated,
-            truncation_values=rows(rollout.truncation_values()).astype(np.float64),
-            last_values=rollout.last_values()[envs].astype(np.float64),
-            valid_steps=counts[envs],
+            truncation_values=grid("truncation_values").double(),
+            last_values=of_batch(rows.envs[LAST_VALUES]).double(),
+            valid_steps=of_batch(rows.valid_steps),
         )
 
 
@@ -93,35 +87,23 @@ def with_current_targets(
     log_ratios = torch.where(batch.valid, torch.cat([p.log_probs for p in parts]) - batch.old_log_probs, 0.0)
     values = torch.where(batch.valid, torch.cat([p.values for p in parts]), 0.0)
     advantages, returns = current_targets(
-        rows,
-        log_ratios=log_ratios.double().cpu().numpy(),
-        values=values.double().cpu().numpy(),
-        valid=batch.valid.cpu().numpy(),
-        config=config,
+        rows, log_ratios=log_ratios.double(), values=values.double(), valid=batch.valid, config=config
     )
-
-    def placed(array: NDArray[np.float64]) -> Tensor:
-        return torch.from_numpy(array).to(batch.advantages)
-
     ratios = log_ratios.exp()
     figures = {
         "vtrace_rho_mean": float(masked_mean(ratios.clamp(max=config.vtrace_rho_bar), batch.valid)),
         "vtrace_rho_clipped": float(masked_mean((ratios > config.vtrace_rho_bar).to(ratios.dtype), batch.valid)),
     }
-    return replace(batch, advantages=placed(advantages), returns=placed(returns)), figures
+    return replace(batch, advantages=advantages.float(), returns=returns.float()), figures
 
 
 def current_targets(
-    rows: TraceRows,
-    *,
-    log_ratios: NDArray[np.float64],
-    values: NDArray[np.float64],
-    valid: NDArray[np.bool_],
-    config: TrainConfig,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    rows: TraceRows, *, log_ratios: Tensor, values: Tensor, valid: Tensor, config: TrainConfig
+) -> tuple[Tensor, Tensor]:
     """Advantages for PPO and value targets, float64 [n, T]; 0 where not valid.
 
-    log_ratios: log pi - log mu, [n, T]; values: V by the current weights, [n, T]; both 0 where not valid.
+    log_ratios: log pi - log mu, float64 [n, T]; values: V by the current weights, float64 [n, T]; both 0 where not
+    valid, bool [n, T].
     """
     next_values, cut = bootstrap(
         GaeRule.BOUNDARY_CORRECT,
@@ -133,9 +115,9 @@ def current_targets(
         valid=valid,
         valid_steps=rows.valid_steps,
     )
-    next_values = np.where(valid, next_values, 0.0)
-    rewards = np.where(valid, rows.rewards, 0.0)
-    cut = cut | (np.arange(valid.shape[1]) == rows.valid_steps[:, None] - 1)
+    next_values = torch.where(valid, next_values, 0.0)
+    rewards = torch.where(valid, rows.rewards, 0.0)
+    cut = cut | (torch.arange(valid.shape[1], device=valid.device) == rows.valid_steps[:, None] - 1)
     targets, _ = vtrace(
         log_ratios,
         rewards,
@@ -146,7 +128,6 @@ def current_targets(
         rho_bar=config.vtrace_rho_bar,
         c_bar=config.vtrace_c_bar,
     )
-    following = next_values.copy()
-    np.copyto(following[:, :-1], targets[:, 1:], where=~cut[:, :-1])
-    advantages = np.where(valid, rewards + config.gamma * following - values, 0.0)
-    return advantages, np.where(valid, targets, 0.0)
+    following = following_targets(targets, next_values, cut)
+    advantages = torch.where(valid, rewards + config.gamma * following - values, 0.0)
+    return advantages, torch.where(valid, targets, 0.0)

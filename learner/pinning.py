@@ -61,8 +61,8 @@ class CudaRuntime:
             return int(self._cudart.cudaHostRegister(address, nbytes, PORTABLE))
 
     def unregister(self, address: int) -> int:
-        with torch.cuda.device(self._device):
-            return int(self._cudart.cudaHostUnregister(address))
+        # No choice of a device: what is portable belongs to all, and a broken context would raise here.
+        return int(self._cudart.cudaHostUnregister(address))
 
     def describe(self, code: int) -> str:
         return f"{self._cudart.cudaGetErrorString(self._cudart.cudaError(code))}, code {code}"

@@ -3,7 +3,7 @@
 Two ways to hold one. Standalone (`RecurrentRolloutBuffer(...)`) it creates its own memory and the caller writes it cell
 by cell; it needs no service. Over slots that actors filled (`RecurrentRolloutBuffer.over(...)`) it is the learner's
 face of them, and only the learner's products and another rollout's row 0 are written through it. Slots that are not
-adjacent are gathered once, when it is made; from then on it is a rollout of its own, and the slots may be filled again.
+adjacent are gathered once; from then on it is a rollout of its own, and the slots may be filled again.
 
 Writers: standalone the caller, over slots the actors; in both cases the learner for advantages, returns and the seed of
 the next rollout. Readers: the trainer, through batches that own their memory.
@@ -92,19 +92,22 @@ class RecurrentRolloutBuffer(RolloutViews):
         self._begin_rollout()
 
     @classmethod
-    def over(cls, memory: RolloutMemory, slots: Sequence[int]) -> RecurrentRolloutBuffer:
+    def over(cls, memory: RolloutMemory, slots: Sequence[int], *, at_once: bool = True) -> RecurrentRolloutBuffer:
         """The learner's face of slots that actors fill, in the order given; `memory` stays its owner's to close.
 
         Adjacent slots are read where they are. Others are copied together here, once, so they must be committed; see
         `learner.gathering` for what training needs of them. A batch of a gathered rollout shares its memory, not the
-        slots'. Raises OutOfRange.
+        slots'.
+        at_once=False: each field is copied when it is first read, so the slots must stay as they are until nothing more
+        is read, as adjacent ones must.
+        Raises OutOfRange.
         """
         buffer = cls.__new__(cls)
-        buffer._bind(memory, slots, own=False)
+        buffer._bind(memory, slots, own=False, at_once=at_once)
         return buffer
 
-    def _bind(self, memory: RolloutMemory, slots: Sequence[int], *, own: bool) -> None:
-        super().__init__(memory, slots)
+    def _bind(self, memory: RolloutMemory, slots: Sequence[int], *, own: bool, at_once: bool = True) -> None:
+        super().__init__(memory, slots, at_once=at_once)
         self._life = Life(self._epochs)
         self._cells: CellWriter | None = None
         if own:

@@ -1,23 +1,23 @@
 """RolloutViews: what can be read of a rollout in shared memory, as arrays that read [step][env].
 
 Every accessor is a view without a copy: of the slots themselves if they are adjacent, else of what was gathered from
-them when the rollout was made; a gathered rollout never looks at its slots again, and knows the recurrent state of row
-0 only. What actors or `add` write is read-only here, so that no maths in place can reach the rollout; advantages and
-returns are the learner's own and can be written. Writers: none here; `RecurrentRolloutBuffer` is a RolloutViews that
-also writes. Left to others: whether what is read is complete, or still of the same rollout.
+them; a gathered rollout knows the recurrent state of row 0 only. What actors or `add` write is read-only here, so that
+no maths in place can reach the rollout; advantages and returns are the learner's own and can be written. Writers: none
+here; `RecurrentRolloutBuffer` is a RolloutViews that also writes. Left to others: whether what is read is complete, or
+still of the same rollout.
 
 Axis letters: T num_steps, N num_envs, L recurrent layers, H hidden_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.gathering import adjacent, gathered, require_slots
+from learner.gathering import Gathered, require_slots, runs
 from rollout_service.errors import OutOfOrder
 from rollout_service.memory.schema import FINAL_PREFIX, OBSERVATIONS, Per, Role
 from rollout_service.memory.slots import RolloutMemory, SlotHeader
@@ -31,16 +31,23 @@ Grid = NDArray[Any]
 class RolloutViews:
     """Some slots as one rollout of N envs and T steps, for reading."""
 
-    def __init__(self, memory: RolloutMemory, slots: Sequence[int]) -> None:
-        """Raises OutOfRange unless `slots` are slots of the memory, at least one, none twice."""
+    def __init__(self, memory: RolloutMemory, slots: Sequence[int], *, at_once: bool = True) -> None:
+        """at_once: slots that are not adjacent are copied here and now, not each field when it is first read.
+
+        Raises OutOfRange unless `slots` are slots of the memory, at least one, none twice.
+        """
         self._slots = require_slots(memory, slots)
-        neighbours = adjacent(self._slots)
+        places = runs(self._slots)
         self._stamps: tuple[SlotHeader, ...] | None = None
-        """Of a gathered rollout, from when it was gathered."""
-        if neighbours is None:
+        """Of a gathered rollout, from when it was made."""
+        arrays: Mapping[str, NDArray[Any]]
+        if len(places) == 1:
+            arrays = memory.rollout(places[0])
+        else:
             self._stamps = tuple(memory.header(slot) for slot in self._slots)
-        arrays = gathered(memory, self._slots) if neighbours is None else memory.rollout(neighbours)
-        self._open: tuple[RolloutMemory, dict[str, NDArray[Any]]] | None = (memory, arrays)
+            arrays = Gathered(memory, places)
+            arrays = dict(arrays) if at_once else arrays
+        self._open: tuple[RolloutMemory, Mapping[str, NDArray[Any]]] | None = (memory, arrays)
         self._fields = {declared.name: declared for declared in memory.fields}
         self._num_steps = memory.num_steps
         self._num_envs = len(self._slots) * memory.envs_per_slot
@@ -153,7 +160,7 @@ class RolloutViews:
         """Bytes of the arrays of this rollout."""
         return sum(array.nbytes for array in self._arrays.values())
 
-    def _opened(self) -> tuple[RolloutMemory, dict[str, NDArray[Any]]]:
+    def _opened(self) -> tuple[RolloutMemory, Mapping[str, NDArray[Any]]]:
         if self._open is None:
             raise OutOfOrder("the rollout buffer is closed; use it inside its with block")
         return self._open
@@ -163,7 +170,7 @@ class RolloutViews:
         return self._opened()[0]
 
     @property
-    def _arrays(self) -> dict[str, NDArray[Any]]:
+    def _arrays(self) -> Mapping[str, NDArray[Any]]:
         """Field name -> [N, T, *shape] or [N, *shape], env-major."""
         return self._opened()[1]
 

@@ -1,15 +1,16 @@
-"""GAE and V-trace on tensors of any device, without a kernel launch per step: a scan by doubling.
+"""The recursion of GAE and V-trace on tensors, without a kernel launch per step: a scan by doubling. And GAE by it.
 
-Both are the recursion x[t] = b[t] + a[t] * x[t+1]. Two such steps in a row are one of the same kind,
+The recursion is x[t] = b[t] + a[t] * x[t+1]. Two such steps in a row are one of the same kind,
 
     (a, b) then (a', b')  =  (a * a', b + a * b')
 
 so composing every row with the one 1, 2, 4, ... rows behind it reaches the end of the longest row in log2(T) rounds of
-three kernels over [N, T] (Hillis and Steele 1986). Sums are made in float64, in another order than the step loop of
+a few kernels over [N, T] (Hillis and Steele 1986). Sums are made in float64, in another order than the step loop of
 `learner.gae`, which stays the reference: equal up to rounding.
 
-Who calls: whoever has a rollout on a GPU. Never: IO, randomness, writes into an argument. Rows are examined on the
-device, with one wait for the answer; a row that is wrong is looked for, and named, by the reference.
+Who calls: for GAE whoever has a rollout on a GPU, for V-trace (`learner.vtrace`) every learner. Never: IO, randomness,
+writes into an argument. Rows are examined on the device, with one wait for the answer; a row that is wrong is looked
+for, and named, by the reference.
 
 Axis letters: T num_steps, N num_envs, K valid_steps of an env.
 """
@@ -38,7 +39,7 @@ def advantages_and_returns_on_device(
     Returns two float64 [N, T], 0 on rows that are not valid and from row K on. Raises ShapeError, IncompleteRollout.
     """
     names = ("terminated", "truncated", "valid", "truncation_values", "values", "rewards", "log_probs")
-    _require_one_shape({name: rows[name] for name in names})
+    require_one_shape(**{name: rows[name] for name in names})
     envs, lasts, counts = (tuple(shape) for shape in (rows["valid"].shape[:1], last_values.shape, valid_steps.shape))
     if not lasts == counts == envs:
         raise ShapeError(f"last_values {lasts} and valid_steps {counts} need one number per env, {envs}")
@@ -103,40 +104,6 @@ def bootstrap(
             assert_never(rule)
 
 
-def vtrace_on_device(
-    log_ratios: Tensor,
-    rewards: Tensor,
-    values: Tensor,
-    next_values: Tensor,
-    ended: Tensor,
-    *,
-    gamma: float,
-    rho_bar: float,
-    c_bar: float,
-) -> tuple[Tensor, Tensor]:
-    """`learner.vtrace.vtrace` for tensors: value targets and advantages, each float [N, T] of the inputs' dtype.
-
-    log_ratios, rewards, values, next_values: float [N, T]; ended: bool [N, T], set on an env's last row too.
-    Raises ShapeError.
-    """
-    _require_one_shape(
-        {
-            "log_ratios": log_ratios,
-            "rewards": rewards,
-            "values": values,
-            "next_values": next_values,
-            "ended": ended,
-        }
-    )
-    ratios = log_ratios.exp()
-    rho, c = ratios.clamp(max=rho_bar), ratios.clamp(max=c_bar)
-    corrections = flow_back(rho * (rewards + gamma * next_values - values), torch.where(ended, 0.0, gamma * c))
-    targets = values + corrections
-    following = torch.where(ended[:, :-1], next_values[:, :-1], targets[:, 1:])
-    following = torch.cat([following, next_values[:, -1:]], dim=1)
-    return targets, rho * (rewards + gamma * following - values)
-
-
 def flow_back(increments: Tensor, decays: Tensor) -> Tensor:
     """x[t] = increments[t] + decays[t] * x[t+1], with nothing behind the last column; all float [N, T]."""
     sums, factors = increments.clone(), decays.clone()
@@ -165,7 +132,8 @@ def _by_the_reference(
     return torch.from_numpy(advantages).to(device), torch.from_numpy(returns).to(device)
 
 
-def _require_one_shape(tensors: Mapping[str, Tensor]) -> None:
+def require_one_shape(**tensors: Tensor) -> None:
+    """Raises ShapeError unless all are [N, T]."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or any(len(shape) != 2 for shape in shapes.values()):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())

@@ -146,7 +146,7 @@ class LearnerSession:
         self.client.pulse.phase = "updating"
         checked = self._verify(batch)
         report = self.trainer.update(
-            self.banks.get(batch.slots) or RecurrentRolloutBuffer.over(self.memory, batch.slots),
+            self.banks.get(batch.slots) or RecurrentRolloutBuffer.over(self.memory, batch.slots, at_once=False),
             valid_steps=batch.valid_steps,
             seed_into=self._seed_target(batch),
             seed_where=[slot is not None for slot in batch.seed_into],

@@ -1,8 +1,8 @@
 """Where the learner computes: device, threads, allocator pages, and how a rollout becomes a batch there.
 
     CPU     nothing is uploaded: advantages go into the slots, the batch is copied out of them
-    CUDA    the slots are pinned where they lie and uploaded, one copy per field; everything else happens there, and
-            nothing is written back
+    CUDA    the slots are pinned where they lie and uploaded, one copy per field and run of neighbours; everything else
+            happens there, and nothing is written back
 
 Readers: the learner's process and the serial run, settings once at start, `Staging` once per update. What must never
 happen: that a batch is handed out while anything of the rollout's slots is still to be read.
@@ -24,7 +24,7 @@ from learner.gae import Estimator
 from learner.pinning import CudaRuntime, PinnedFields, PinningRuntime
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.sequences import SequenceBatch
-from learner.upload import CopyLane, estimate, is_uploaded_whole, lane_for, make_batch, upload
+from learner.upload import CopyLane, DeviceRows, estimate, in_place, is_uploaded_whole, lane_for, make_batch, upload
 from rollout_service.config import Device, TrainConfig
 from rollout_service.errors import ConfigError
 from rollout_service.memory.slots import RolloutMemory
@@ -108,10 +108,18 @@ class Staging(Protocol):
         ...
 
     def batch(
-        self, rollout: RecurrentRolloutBuffer, counts: NDArray[np.int64], estimator: Estimator, phase: Phase
-    ) -> SequenceBatch:
-        """The batch of every env with K above 0, some K above 0; of the rollout's memory nothing is read afterwards.
+        self,
+        rollout: RecurrentRolloutBuffer,
+        counts: NDArray[np.int64],
+        estimator: Estimator,
+        phase: Phase,
+        *,
+        rows_too: bool = False,
+    ) -> tuple[SequenceBatch, DeviceRows | None]:
+        """The batch of every env with K above 0, some K above 0; with rows_too also the rows that it was made of.
 
+        The batch owns its memory. The rows may be the rollout's, or those of them that a batch keeps the batch's own:
+        nobody writes them, and whoever wants to keep some copies them before the slots are given back.
         counts: K, int [N]. Raises IncompleteRollout for rows that cannot be estimated.
         """
         ...
@@ -128,8 +136,14 @@ class HostStaging:
         return None
 
     def batch(
-        self, rollout: RecurrentRolloutBuffer, counts: NDArray[np.int64], estimator: Estimator, phase: Phase
-    ) -> SequenceBatch:
+        self,
+        rollout: RecurrentRolloutBuffer,
+        counts: NDArray[np.int64],
+        estimator: Estimator,
+        phase: Phase,
+        *,
+        rows_too: bool = False,
+    ) -> tuple[SequenceBatch, DeviceRows | None]:
         with phase("gae"):
             rollout.compute_advantages_partial(
                 counts,
@@ -141,7 +155,7 @@ class HostStaging:
                 truncation_as_termination=estimator.truncation_as_termination,
             )
         with phase("batch"):
-            return rollout.to_training_batch()
+            return rollout.to_training_batch(), in_place(rollout.training_rows(counts)) if rows_too else None
 
     def close(self) -> None:
         pass
@@ -168,15 +182,22 @@ class DeviceStaging:
         return self.pinned[-1].warning
 
     def batch(
-        self, rollout: RecurrentRolloutBuffer, counts: NDArray[np.int64], estimator: Estimator, phase: Phase
-    ) -> SequenceBatch:
+        self,
+        rollout: RecurrentRolloutBuffer,
+        counts: NDArray[np.int64],
+        estimator: Estimator,
+        phase: Phase,
+        *,
+        rows_too: bool = False,
+    ) -> tuple[SequenceBatch, DeviceRows | None]:
         try:
             with phase("upload"):
-                rows = upload(rollout.training_rows(counts), self._device, self._lane)
+                sources = rollout.training_rows(counts)  # lives until the copies are complete
+                rows = upload(sources, self._device, self._lane)
             with phase("gae"):
                 advantages, returns = estimate(rows, estimator)
             with phase("batch"):
-                return make_batch(rows, advantages, returns)
+                return make_batch(rows, advantages, returns), rows if rows_too else None
         finally:  # also behind an error: whoever handles it may give the slots back
             self._lane.wait()
 

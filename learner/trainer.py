@@ -225,11 +225,12 @@ class Trainer:
             reward_scale=scale,
             truncation_as_termination=self.config.truncation_as_termination,
         )
-        batch = self._staging.batch(rollout, counts, estimator, split.phase)
-        if self.config.advantage_estimator is AdvantageEstimator.GAE:
+        traced = self.config.advantage_estimator is AdvantageEstimator.VTRACE
+        batch, rows = self._staging.batch(rollout, counts, estimator, split.phase, rows_too=traced)
+        if rows is None:
             return batch, None
         with split.phase("batch"):
-            return batch, TraceRows.of(rollout, batch, counts, scale, self.config)
+            return batch, TraceRows.of(rows, batch, estimator)
 
     def _dump(self, batch: SequenceBatch, update: int) -> None:
         """The batch that was asked for goes to its file, once. A file that cannot be written ends no training."""

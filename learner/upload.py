@@ -1,4 +1,4 @@
-"""A rollout on a device: uploaded once, one copy per field, and made into a batch there.
+"""A rollout on a device: uploaded once, one copy per field and run of slots, and made into a batch there.
 
     TrainingRows (numpy, where the actors wrote)  --CopyLane-->  DeviceRows  --GAE by a scan-->  SequenceBatch
 
@@ -10,13 +10,13 @@ Who calls: the learner's staging. What must never happen: a return of `upload` w
 their targets are used or freed; a batch that refers to the rollout's memory; a read of a slot after `CopyLane.wait`.
 Left to others: which rows may be read, and when (rollout_buffer), pinning.
 
-Axis letters: T num_steps, N envs of the rollout, t columns of the batch, n envs of the batch, L layers, H hidden_dim,
-K valid_steps.
+Axis letters: T num_steps, N envs of the rollout, t columns of the batch, n envs of the batch or of a piece, L layers, H
+hidden_dim, K valid_steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.gae import Estimator
+from learner.gathering import Pieces, pieces
 from learner.scan import advantages_and_returns_on_device
 from learner.sequences import SequenceBatch
 from rollout_service.memory.schema import OBSERVATIONS, Field, Per, Role
@@ -41,14 +42,14 @@ SAME_WIDTH: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """What training reads of a rollout, where it lies. To be read only."""
+    """What training reads of a rollout, where it lies, in contiguous pieces. To be read only."""
 
-    steps: Mapping[str, NDArray[Any]]
-    """Per field [N, T, *shape], contiguous."""
-    envs: Mapping[str, NDArray[Any]]
-    """last_values and episode_start_carry, float32 [N]."""
-    state: Mapping[str, NDArray[Any]]
-    """State entering row 0 by name, float32 [N, L, H]."""
+    steps: Mapping[str, Pieces]
+    """Per field [n, T, *shape]."""
+    envs: Mapping[str, Pieces]
+    """last_values and episode_start_carry, float32 [n]."""
+    state: Mapping[str, Pieces]
+    """State entering row 0 by name, float32 [n, L, H]."""
     valid_steps: NDArray[np.int64]
     """K, [N]."""
 
@@ -58,9 +59,13 @@ class TrainingRows:
     ) -> TrainingRows:
         """arrays: the rollout's fields by name, [N, T, *shape] per step and [N, *shape] per env."""
         return cls(
-            steps={name: arrays[name] for name, field in fields.items() if is_uploaded_whole(field)},
-            envs={name: arrays[name] for name in (LAST_VALUES, CARRY)},
-            state={name: arrays[name][:, 0] for name, field in fields.items() if is_state(field)},
+            steps={name: pieces(arrays, name) for name, field in fields.items() if is_uploaded_whole(field)},
+            envs={name: pieces(arrays, name) for name in (LAST_VALUES, CARRY)},
+            state={
+                name: tuple(np.ascontiguousarray(piece[:, 0]) for piece in pieces(arrays, name))
+                for name, field in fields.items()
+                if is_state(field)
+            },
             valid_steps=valid_steps,
         )
 
@@ -77,7 +82,7 @@ def is_uploaded_whole(field: Field) -> bool:
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """The same on a device, with memory of its own. Names and shapes as in TrainingRows."""
+    """The same as tensors where the learner computes, each in one: [N, ...] for [n, ...]."""
 
     steps: dict[str, Tensor]
     envs: dict[str, Tensor]
@@ -140,25 +145,41 @@ def lane_for(device: torch.device) -> CopyLane:
 
 
 def upload(rows: TrainingRows, device: torch.device, lane: CopyLane) -> DeviceRows:
-    """One copy per field. The sources must stay as they are until `lane.wait` has returned."""
-    state = {name: np.ascontiguousarray(array) for name, array in rows.state.items()}
-    kinds = {"steps": rows.steps, "envs": rows.envs, "state": state, "valid_steps": {"": rows.valid_steps}}
+    """One copy per piece, into its place. The rows must live, and stay as they are, until `lane.wait` has returned."""
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def place(sources: list[Tensor]) -> Tensor:
+        shape = (sum(map(len, sources)), *sources[0].shape[1:])
+        whole = torch.empty(shape, dtype=sources[0].dtype, device=device)
+        copies.extend(zip(torch.split(whole, [len(source) for source in sources]), sources, strict=True))
+        return whole
+
     with torch.inference_mode(False):  # an inference tensor would break a later backward
-        sources = {kind: {n: torch.from_numpy(array) for n, array in named.items()} for kind, named in kinds.items()}
         # Targets are of the current stream, so that they can be freed without asking the lane.
-        targets = {
-            kind: {name: torch.empty(source.shape, dtype=source.dtype, device=device) for name, source in named.items()}
-            for kind, named in sources.items()
-        }
+        there = _field_by_field(rows, place)
         with lane.copying():
-            for kind, named in sources.items():
-                for name, source in named.items():
-                    targets[kind][name].copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+    return there
+
+
+def in_place(rows: TrainingRows) -> DeviceRows:
+    """For a learner on the CPU: no copy, but of what lies in several pieces. To be read only."""
+    with torch.inference_mode(False):
+        return _field_by_field(rows, lambda sources: sources[0] if len(sources) == 1 else torch.cat(sources))
+
+
+def _field_by_field(rows: TrainingRows, join: Callable[[list[Tensor]], Tensor]) -> DeviceRows:
+    """join: from the pieces of a field to one tensor."""
+
+    def joined(fields: Mapping[str, Pieces]) -> dict[str, Tensor]:
+        return {name: join([torch.from_numpy(piece) for piece in field]) for name, field in fields.items()}
+
     return DeviceRows(
-        steps=targets["steps"],
-        envs=targets["envs"],
-        state=targets["state"],
-        valid_steps=targets["valid_steps"][""],
+        steps=joined(rows.steps),
+        envs=joined(rows.envs),
+        state=joined(rows.state),
+        valid_steps=joined({"": (rows.valid_steps,)})[""],
         columns=int(rows.valid_steps.max(initial=0)),
         env_ids=np.flatnonzero(rows.valid_steps),
     )

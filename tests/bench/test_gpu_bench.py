@@ -34,7 +34,7 @@ def test_without_a_gpu_it_names_what_it_skips_and_why_and_is_no_failure(
     "check",
     [
         gpu_checks.vtrace_scan, gpu_checks.gae_scan, gpu_uploads.device_batch, gpu_uploads.registration,
-        gpu_uploads.zero_length_field, gpu_uploads.refused_range,
+        gpu_uploads.beside_the_host, gpu_uploads.zero_length_field, gpu_uploads.refused_range,
     ],
 )  # fmt: skip
 def test_checks_hold_on_a_cpu_too(check: Any) -> None:
@@ -78,12 +78,12 @@ def test_a_part_that_fails_is_a_result_and_says_why() -> None:
         fails(CPU)
 
 
-def python(code: str, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0) -> list[Result]:
+def python(code: str, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0, left_s: float = 40.0) -> list[Result]:
     """The results of a group of two parts whose process runs this code instead."""
     popen = gpu.subprocess.Popen
     monkeypatch.setattr(gpu.subprocess, "Popen", lambda _, **rest: popen([sys.executable, "-c", code], **rest))
     group = Group(limit_s, {"one": fails, "two": fails})
-    return gpu.in_a_process("numbers", group, CPU, small=True, limit_s=limit_s)
+    return gpu.in_a_process("numbers", group, CPU, small=True, left_s=left_s)
 
 
 DONE = json.dumps({"group": "numbers", "part": "one", "status": PASSED, "seconds": 1.0, "figures": {"a": 2.0}})
@@ -101,8 +101,16 @@ def test_a_group_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"import threading; print({DONE!r}, flush=True); threading.Event().wait()"
     first, second = python(code, monkeypatch, limit_s=1.0)
     assert first.status == PASSED
+    assert second.status == FAILED
     assert second.reason.startswith("its process took longer than 1 s: ")
     assert "KeyboardInterrupt" in second.reason
+
+
+def test_a_group_that_the_scripts_time_ends_before_its_own_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = f"import threading; print({DONE!r}, flush=True); threading.Event().wait()"
+    first, second = python(code, monkeypatch, left_s=1.0)
+    assert (first.status, second.status) == (PASSED, SKIPPED)
+    assert second.reason.startswith("its process took longer than 1 s: ")
 
 
 def test_groups_whose_turn_comes_too_late_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ class Stream:
     def learn(self, *commits: Commit, **settings: Any) -> UpdateReport:
         """One update from these commits, in this order; the weights are published."""
         report = self.run.trainer.update(
-            RecurrentRolloutBuffer.over(self.run.memory, [commit.slot for commit in commits]),
+            RecurrentRolloutBuffer.over(self.run.memory, [commit.slot for commit in commits], at_once=False),
             valid_steps=[commit.valid_steps for commit in commits],
             policy_lags=[self.run.version - commit.version for commit in commits],
             update=self.run.trainer.updates_done + 1,

@@ -9,8 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from learner.gae import Estimator
 from learner.off_policy import TraceRows, current_targets, with_current_targets
 from learner.rollout_buffer import RecurrentRolloutBuffer
+from learner.sequences import SequenceBatch
+from learner.upload import in_place
 from rollout_service.config import GaeRule, TrainConfig
 from rollout_service.policy.actor_critic import SequenceEvaluation
 from tests.fixtures.training import after_steps, serial_run, sharpen, small_config
@@ -39,6 +42,13 @@ def random_columns(seed: int, partial: bool) -> tuple[dict[str, np.ndarray], np.
     return columns, steps
 
 
+def trace_rows(rollout: RecurrentRolloutBuffer, batch: SequenceBatch, config: TrainConfig) -> TraceRows:
+    estimator = Estimator(
+        config.gamma, 1.0, reward_scale=config.reward_scale, truncation_as_termination=config.truncation_as_termination
+    )
+    return TraceRows.of(in_place(rollout.training_rows(rollout.valid_steps)), batch, estimator)
+
+
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("settings", [{}, {"vtrace_rho_bar": 2.0, "vtrace_c_bar": 1.5}])
@@ -50,7 +60,7 @@ def test_at_equal_weights_it_is_gae_with_lambda_1(seed: int, partial: bool, sett
         fill(rollout, columns)
         rollout.compute_advantages_partial(steps, last_values, config.gamma, 1.0, reward_scale=config.reward_scale)
         batch = rollout.to_training_batch()
-        rows = TraceRows.of(rollout, batch, rollout.valid_steps, config.reward_scale, config)
+        rows = trace_rows(rollout, batch, config)
 
     def same(part: Any) -> SequenceEvaluation:
         return SequenceEvaluation(part.old_log_probs, part.old_values, torch.zeros_like(part.old_values))
@@ -69,18 +79,18 @@ def targets(log_ratios: list[float], truncated: bool = False, **settings: Any) -
     """Two steps of one env: rewards 1 and 2, V 10 and 20, 40 behind the last row, 8 for a truncation at step 0."""
     config = small_config(advantage_estimator="vtrace", gamma=0.5, **settings)
     rows = TraceRows(
-        rewards=np.array([[1.0, 2.0]]),
-        terminated=np.zeros((1, 2), bool),
-        truncated=np.array([[truncated, False]]),
-        truncation_values=np.array([[8.0 if truncated else np.nan, np.nan]]),
-        last_values=np.array([40.0]),
-        valid_steps=np.array([2]),
+        rewards=torch.tensor([[1.0, 2.0]], dtype=torch.float64),
+        terminated=torch.tensor([[False, False]]),
+        truncated=torch.tensor([[truncated, False]]),
+        truncation_values=torch.tensor([[8.0 if truncated else np.nan, np.nan]], dtype=torch.float64),
+        last_values=torch.tensor([40.0], dtype=torch.float64),
+        valid_steps=torch.tensor([2]),
     )
     advantages, returns = current_targets(
         rows,
-        log_ratios=np.array([log_ratios]),
-        values=np.array([[10.0, 20.0]]),
-        valid=np.ones((1, 2), bool),
+        log_ratios=torch.tensor([log_ratios], dtype=torch.float64),
+        values=torch.tensor([[10.0, 20.0]], dtype=torch.float64),
+        valid=torch.tensor([[True, True]]),
         config=config,
     )
     return advantages[0].tolist(), returns[0].tolist()
@@ -117,7 +127,7 @@ def test_the_forward_is_made_in_chunks_of_a_minibatch() -> None:
         fill(rollout, columns)
         rollout.compute_advantages_partial(steps, np.zeros(N), 0.99, 1.0)
         batch = rollout.to_training_batch()
-        rows = TraceRows.of(rollout, batch, rollout.valid_steps, 1.0, config)
+        rows = trace_rows(rollout, batch, config)
 
     def spied(part: Any) -> SequenceEvaluation:
         assert not torch.is_grad_enabled()
@@ -154,9 +164,9 @@ def test_truncation_as_termination_holds_for_it_too() -> None:
         fill(rollout, columns)
         rollout.compute_advantages_partial(steps, np.zeros(N), 0.99, 1.0, truncation_as_termination=True)
         batch = rollout.to_training_batch()
-        rows = TraceRows.of(rollout, batch, rollout.valid_steps, 1.0, config)
+        rows = trace_rows(rollout, batch, config)
     assert not rows.truncated.any()
-    assert (rows.terminated == (columns["terminated"] | columns["truncated"]).T).all()
+    assert (rows.terminated.numpy() == (columns["terminated"] | columns["truncated"]).T).all()
 
 
 @pytest.mark.parametrize(

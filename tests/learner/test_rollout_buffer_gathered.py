@@ -1,4 +1,7 @@
-"""RecurrentRolloutBuffer over slots that are no neighbours: copied once, in the order given; then on its own."""
+"""RecurrentRolloutBuffer over slots that are no neighbours: copied once, in the order given; then on its own.
+
+With at_once=False field by field, when it is read: then only what nobody has read yet may still be the slots'.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,9 @@ def estimated(rollout: RecurrentRolloutBuffer, steps: list[int] | int) -> Sequen
     return rollout.to_training_batch()
 
 
-def test_slots_in_any_order_give_the_batch_that_they_give_one_by_one(memory: RolloutMemory) -> None:
-    together = tensors(estimated(RecurrentRolloutBuffer.over(memory, ORDER), [T, T, 2]))
+@pytest.mark.parametrize("at_once", [True, False])
+def test_slots_in_any_order_give_the_batch_that_they_give_one_by_one(memory: RolloutMemory, at_once: bool) -> None:
+    together = tensors(estimated(RecurrentRolloutBuffer.over(memory, ORDER, at_once=at_once), [T, T, 2]))
     apart = [
         tensors(estimated(RecurrentRolloutBuffer.over(memory, [slot]), steps))
         for slot, steps in zip(ORDER, (T, T, 2), strict=True)
@@ -68,6 +72,17 @@ def test_what_actors_write_afterwards_reaches_neither_the_rollout_nor_its_estima
     seen = tensors(rollout.to_training_batch())
     for name, tensor in expected.items():
         torch.testing.assert_close(seen[name], tensor, rtol=0, atol=0)
+
+
+def test_a_field_is_copied_when_it_is_read_for_the_first_time_if_not_at_once(memory: RolloutMemory) -> None:
+    rollout = RecurrentRolloutBuffer.over(memory, ORDER, at_once=False)
+    rewards = rollout.rewards().copy()
+    for name in ("rewards", "values"):
+        memory.array(name)[list(ORDER)] = 79
+    np.testing.assert_array_equal(rollout.rewards(), rewards)
+    assert (rollout.values() == 79).all()
+    assert not rollout.advantages().any()
+    assert rollout.hidden().shape == (1, 3 * E, 1, 2)
 
 
 def test_nothing_is_written_into_the_slots(memory: RolloutMemory) -> None:

@@ -1,26 +1,31 @@
-"""The device's path gives the batch of the CPU's, field by field; here both run on a CPU."""
+"""The device's path gives the batch of the CPU's, field by field, and V-trace's rows; here both run on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from learner import gathering
 from learner.gae import Estimator
+from learner.off_policy import TraceRows
 from learner.rollout_buffer import RecurrentRolloutBuffer
 from learner.sequences import SequenceBatch
 from learner.staging import DeviceStaging, HostStaging, compute_exactly, staging_for
 from learner.trainer import TimeSplit
+from learner.upload import HostLane, upload
 from rollout_service.config import GaeRule
 from rollout_service.errors import IncompleteRollout, OutOfOrder
 from rollout_service.memory.schema import rollout_fields
 from rollout_service.memory.slots import RolloutMemory
 from rollout_service.runspec import Leaf, SpaceKind, Spaces
 from tests.fixtures.training import serial_run, small_config
+from tests.learner.stream import Stream
 
 CPU = torch.device("cpu")
 STATE = {"hidden": (2, 3), "cell": (2, 3)}
@@ -83,10 +88,17 @@ def no_phase(name: str) -> AbstractContextManager[None]:
 def both(
     memory: RolloutMemory, slots: list[int], counts: list[int], estimator: Estimator = ESTIMATOR
 ) -> tuple[SequenceBatch, SequenceBatch]:
-    """The batch of the device's path, then that of the CPU's."""
+    """The batch of the device's path, then that of the CPU's; what V-trace takes of their rows is the same."""
     steps = np.repeat(np.array(counts, np.int64), ENVS)
-    device = DeviceStaging(CPU).batch(RecurrentRolloutBuffer.over(memory, slots), steps, estimator, no_phase)
-    return device, HostStaging().batch(RecurrentRolloutBuffer.over(memory, slots), steps, estimator, no_phase)
+    batches, traced = [], []
+    for way in (DeviceStaging(CPU), HostStaging()):
+        rollout = RecurrentRolloutBuffer.over(memory, slots, at_once=False)
+        batch, rows = way.batch(rollout, steps, estimator, no_phase, rows_too=True)
+        batches.append(batch)
+        traced.append(vars(TraceRows.of(rows, batch, estimator)))
+    for name, expected in traced[1].items():
+        torch.testing.assert_close(traced[0][name], expected, rtol=0, atol=0, equal_nan=True)
+    return batches[0], batches[1]
 
 
 def require_same(device: SequenceBatch, host: SequenceBatch) -> None:
@@ -144,7 +156,7 @@ def test_a_batch_owns_its_memory_and_products_stay_off_the_slots(memory: Rollout
     before = {field.name: memory.array(field.name).tobytes() for field in memory.fields}
     steps = np.full(ENVS, NUM_STEPS)
     rollout = RecurrentRolloutBuffer.over(memory, [0])
-    batch = DeviceStaging(CPU).batch(rollout, steps, ESTIMATOR, no_phase)
+    batch, _ = DeviceStaging(CPU).batch(rollout, steps, ESTIMATOR, no_phase)
     batch.actions.fill_(9)
     batch.old_values.fill_(9.0)
     batch.initial_state["hidden"].fill_(9.0)
@@ -154,6 +166,22 @@ def test_a_batch_owns_its_memory_and_products_stay_off_the_slots(memory: Rollout
     assert torch.equal(batch.old_log_probs, kept)
     with pytest.raises(OutOfOrder, match="GAE has not run"):
         rollout.to_training_batch()
+
+
+def test_slots_that_are_no_neighbours_are_uploaded_run_by_run_from_where_they_lie(memory: RolloutMemory) -> None:
+    for slot in (2, 3, 0):
+        fill(memory, slot, seed=slot)
+    rollout = RecurrentRolloutBuffer.over(memory, [2, 3, 0], at_once=False)
+    rows = rollout.training_rows(NUM_STEPS)
+    for name, pieces in (*rows.steps.items(), *rows.envs.items()):
+        assert [len(piece) for piece in pieces] == [2 * ENVS, ENVS], name
+        assert all(np.shares_memory(piece, memory.array(name)) for piece in pieces if piece.size), name
+    there = upload(rows, CPU, HostLane())
+    gathered = RecurrentRolloutBuffer.over(memory, [2, 3, 0])
+    for name, pieces in gathered.training_rows(NUM_STEPS).steps.items():
+        assert there.steps[name].numpy().tobytes() == pieces[0].tobytes(), name
+    memory.array("rewards")[...] = 0.0
+    assert there.steps["rewards"].numpy().any()
 
 
 class WatchedLane:
@@ -217,6 +245,16 @@ def test_a_run_trains_alike_on_both_paths(settings: dict[str, object]) -> None:
             weights.append(run.trainer.weights())
     for name in weights[0]:
         np.testing.assert_allclose(weights[1][name], weights[0][name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_of_slots_that_are_no_neighbours_a_device_has_nothing_gathered_but_what_the_cpu_itself_reads() -> None:
+    with serial_run(small_config(max_policy_lag=1)) as run:
+        run.trainer._staging = DeviceStaging(CPU)
+        stream = Stream(run)
+        commits = stream.fill(0, 2), stream.fill(1, 0)
+        with mock.patch.object(gathering, "_joined", wraps=gathering._joined) as joined:
+            stream.learn(*commits)
+    assert [call.args[0].name for call in joined.call_args_list] == ["valid"]
 
 
 def test_only_a_deterministic_run_on_cuda_asks_torch_for_kernels_that_add_up_in_one_order(

@@ -83,7 +83,7 @@ def test_the_slots_are_given_back_before_the_first_minibatch_and_may_be_filled_a
     trainer.updates_done = trainer.env_steps_done = 0
     stream.run.version -= 1
     seen = trainer.update(
-        RecurrentRolloutBuffer.over(stream.run.memory, [2, 0]),
+        RecurrentRolloutBuffer.over(stream.run.memory, [2, 0], at_once=False),
         valid_steps=[16, 16],
         policy_lags=[0, 0],
         update=1,
@@ -115,7 +115,7 @@ def test_adjacent_slots_are_given_back_before_they_are_read_again(estimator: str
 def test_slots_are_given_back_when_there_is_nothing_to_learn(stream: Stream) -> None:
     calls: list[int] = []
     report = stream.run.trainer.update(
-        RecurrentRolloutBuffer.over(stream.run.memory, [2, 0]),
+        RecurrentRolloutBuffer.over(stream.run.memory, [2, 0], at_once=False),
         valid_steps=[0, 0],
         update=1,
         copied=lambda: calls.append(1),

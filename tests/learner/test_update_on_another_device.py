@@ -28,5 +28,6 @@ def test_updates_of_every_kind_never_mix_devices_and_end_with_the_weights_of_a_c
         "vtrace",
         "two layers, statistics",
         "no memory",
+        "streaming",
     ]
     assert max(value for distance in distances for value in distance.values()) < 1e-4

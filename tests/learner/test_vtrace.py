@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from learner.vtrace import vtrace
 from rollout_service.errors import ShapeError
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "golden_vtrace.json").read_text())["cases"]
+
+
+def on_tensors(*arrays: np.ndarray, **settings: float) -> list[np.ndarray]:
+    return [result.numpy() for result in vtrace(*(torch.from_numpy(array) for array in arrays), **settings)]
 
 
 def next_values(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -26,7 +31,7 @@ def next_values(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_targets_and_advantages_are_the_golden_ones(case: dict[str, Any]) -> None:
     following, cut = next_values(case)
-    targets, advantages = vtrace(
+    targets, advantages = on_tensors(
         np.array([case["target_log_probs"]]) - np.array([case["behavior_log_probs"]]),
         np.array([case["rewards"]]),
         np.array([case["values"]]),
@@ -42,10 +47,11 @@ def test_targets_and_advantages_are_the_golden_ones(case: dict[str, Any]) -> Non
 
 
 def test_arguments_stay_as_they_were_and_must_be_of_one_shape() -> None:
-    rewards, ended = np.ones((2, 3)), np.zeros((2, 3), bool)
-    copies = [rewards.copy() for _ in range(4)]
+    rewards, ended = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    copies = [rewards.clone() for _ in range(4)]
     vtrace(*copies, ended, gamma=0.9, rho_bar=1.0, c_bar=1.0)
-    assert all((copy == rewards).all() for copy in copies)
+    assert all(torch.equal(copy, rewards) for copy in copies)
+    assert not ended.any()
     with pytest.raises(ShapeError, match="one shape"):
         vtrace(rewards, rewards, rewards, rewards[:, :2], ended, gamma=0.9, rho_bar=1.0, c_bar=1.0)
 
@@ -65,18 +71,20 @@ def by_single_rows(log_ratios, rewards, values, next_values, ended, gamma, rho_b
     return targets, advantages
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_it_equals_the_loop_over_single_rows_with_ends_and_fillers(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    log_ratios, rewards, values, next_values = draw.standard_normal((4, 5, 20))
-    steps = draw.integers(1, 21, 5)
-    live = (draw.random((5, 20)) < 0.9) & (np.arange(20) < steps[:, None])
-    ended = (draw.random((5, 20)) < 0.1) | ~live | (np.arange(20) == steps[:, None] - 1)
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 17, 20, 64])
+@pytest.mark.parametrize("end_rate", [0.0, 0.1, 1.0])
+def test_it_equals_the_loop_over_single_rows_with_ends_and_fillers(num_steps: int, end_rate: float) -> None:
+    draw = np.random.default_rng(num_steps)
+    shape = (5, num_steps)
+    log_ratios, rewards, values, next_values = draw.standard_normal((4, *shape))
+    steps = draw.integers(1, num_steps + 1, 5)
+    live = (draw.random(shape) < 0.9) & (np.arange(num_steps) < steps[:, None])
+    ended = (draw.random(shape) < end_rate) | ~live | (np.arange(num_steps) == steps[:, None] - 1)
     ended[:, -1] = True
     for array in (log_ratios, rewards, values, next_values):
         array[~live] = 0.0
     settings = {"gamma": 0.9, "rho_bar": 1.3, "c_bar": 1.1}
-    targets, advantages = vtrace(log_ratios, rewards, values, next_values, ended, **settings)
+    targets, advantages = on_tensors(log_ratios, rewards, values, next_values, ended, **settings)
     for env in range(5):
         each = (array[env] for array in (log_ratios, rewards, values, next_values, ended))
         expected = by_single_rows(*each, **settings)

@@ -282,6 +282,16 @@ def test_contents_of_rows_that_are_not_valid_reach_neither_results_nor_gradients
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "uint32", "float32"])
+def test_rows_that_are_not_valid_are_zeros_in_every_dtype_of_a_box(dtype: str) -> None:
+    leaf = Leaf(kind=SpaceKind.BOX, shape=(2,), dtype=dtype)
+    policy = ActorCritic(Spaces(observation=(leaf,), action=PLAIN.action), SMALL, seed=0)
+    rows, valid = torch.tensor([[[7, 8], [5, 6], [3, 4]]]), torch.tensor([[True, False, True]])
+    found = policy.network_rows(rows.to(getattr(torch, dtype)), valid).vectors
+    assert found is not None
+    assert found.tolist() == [[7, 8], [0, 0], [3, 4]]
+
+
 def test_rows_past_the_end_do_not_lengthen_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = ActorCritic(PLAIN, SMALL, seed=0)
     lengths: list[int] = []
