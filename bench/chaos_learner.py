@@ -26,6 +26,7 @@ import psutil
 from bench.watched import PATIENCE_S, elapse, take_signals, tensorboard_steps, until
 from rollout_service import checkpoint
 from rollout_service.bench.report import record
+from rollout_service.lifeline import owned
 from tests.fixtures.machine import Service
 
 RESULTS = Path(__file__).parent / "results" / "learner_restart.json"
@@ -51,7 +52,7 @@ def chaos(directory: Path, *, kills: int, seed: int = 1) -> dict[str, Any]:
     updates = UPDATES_PER_KILL * (kills + 1)
     words = (*CONFIG, "--total-steps", str(updates * STEPS_PER_UPDATE), "--seed", str(seed))
     run_dir = directory / "run"
-    with Service(*words, cwd=directory) as service:
+    with Service(*words, cwd=directory, **owned({})) as service:
         killed = _kill_all_along(service, run_dir, kills, rng)
         actors_then = _pids(service, "workers")
         code = service.wait(PATIENCE_S)

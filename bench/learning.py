@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -26,6 +27,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from rollout_service.lifeline import owned
 
 RESULTS = Path(__file__).parent / "results"
 EPISODES = 100
@@ -89,7 +92,7 @@ ARMS = (
 def last_json_line(arguments: list[str]) -> dict[str, Any]:
     """Runs the command and parses the last line of its standard output. Raises RuntimeError with its error output."""
     command = [sys.executable, "-m", "rollout_service", *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=RUN_DEADLINE_S)
+    finished = subprocess.run(command, env=owned(os.environ), capture_output=True, text=True, timeout=RUN_DEADLINE_S)
     if finished.returncode:
         raise RuntimeError(f"{' '.join(arguments)} ended with {finished.returncode}:\n{finished.stderr[-4000:]}")
     result: dict[str, Any] = json.loads(finished.stdout.strip().splitlines()[-1])

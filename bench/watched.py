@@ -34,7 +34,7 @@ from rollout_service.control.messages import Hello, Role, Status, StatusReport
 from rollout_service.errors import RolloutServiceError
 from rollout_service.launch.cleanup import run_header
 from rollout_service.launch.train import ACCOUNT_NOTE
-from rollout_service.lifeline import PARENT_VARIABLE
+from rollout_service.lifeline import PARENT_VARIABLE, owned
 from rollout_service.memory.segment import SegmentInfo, list_segments
 from tests.fixtures.machine import Service, environment, hear_stop_signals
 
@@ -92,7 +92,7 @@ class WatchedRun:
         self.run_dir = directory / "run"
         self._own_sockets = sockets is None
         self.sockets = sockets or short_directory()
-        extra = {SOCKET_DIR_VARIABLE: str(self.sockets)}
+        extra = owned({SOCKET_DIR_VARIABLE: str(self.sockets)})
         self.service = Service("--run-dir", "run", *words, cwd=directory, **extra)
         self._guests: list[subprocess.Popen[bytes]] = []
 

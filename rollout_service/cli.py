@@ -33,9 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stderr = lenient(sys.stderr, Dropped().note)  # words on a full disk are lost; the exit code is not
     try:
         from rollout_service.launch.signals import Signalled, ends_with_a_code
+        from rollout_service.lifeline import follow_owner
 
         try:
             with ends_with_a_code():
+                follow_owner()
                 return _main(sys.argv[1:])
         except Signalled as stop:
             return stop.exit_code

@@ -2,6 +2,7 @@
 
 Who calls: `workers`, `learner` and the probe, first thing in their `__main__`, before torch is imported. Who decides:
 the supervisor, by putting its pid into PARENT_VARIABLE; a role started by hand has no such variable and is left alone.
+A whole command can be tied to whoever starts it in the same way, by OWNER_VARIABLE.
 
 Two ties, because each has a hole. The kernel's PR_SET_PDEATHSIG works even while the main thread hangs in C code and
 holds the interpreter, but only on Linux. A watching thread works elsewhere, gives a learner time to save, and ends a
@@ -24,18 +25,24 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Final, NoReturn
 
+from rollout_service import offspring
 from rollout_service.streams import Dropped, lenient
 
 PARENT_VARIABLE: Final = "ROLLOUT_SERVICE_PARENT"
 """Environment variable with the pid of the supervising process."""
+OWNER_VARIABLE: Final = "ROLLOUT_SERVICE_OWNER"
+"""Environment variable with the pid of a process whose children our commands are, and which they are not to outlive."""
 ROLE_VARIABLE: Final = "ROLLOUT_SERVICE_ROLE"
 """Environment variable that says that a process is a role of a run, and which one."""
 WAIT_S: Final = 30.0
 """How long a role looks for its service at the start: whoever is started by hand may come first."""
 GRACE_S: Final = 6.0
 """From the parent's death to the end of a child that did not leave by itself; children have to be gone within 10 s."""
+COMMAND_GRACE_S: Final = 15.0
+"""The same for a command: a run that was told to stop ends its own processes first."""
 POLL_S: Final = 0.5
 """How often the parent is looked for where the kernel cannot tell of its death."""
 EXIT_ORPHANED: Final = 70
@@ -70,6 +77,22 @@ def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> 
         os.kill(os.getpid(), on_death)
     threading.Thread(target=_watch, args=(parent, grace_s), name="lifeline", daemon=True).start()
     return True
+
+
+def follow_owner() -> None:
+    """For a command: it gets a SIGTERM when the process that started it dies and had asked for that.
+
+    So a run does not outlive its bench. Not by the kernel, which may send it twice: that means no checkpoint. Not handed
+    on: the variable is of this process alone.
+    """
+    if (owner := os.environ.pop(OWNER_VARIABLE, None)) is not None:
+        arguments = int(owner), COMMAND_GRACE_S, signal.SIGTERM
+        threading.Thread(target=_watch, args=arguments, name="lifeline", daemon=True).start()
+
+
+def owned(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a command that is started here and now, and is to end with this process."""
+    return {**environment, OWNER_VARIABLE: str(os.getpid())}
 
 
 def die_with_parent() -> None:
@@ -109,6 +132,8 @@ def begin(role: str, on_death: signal.Signals = KILL) -> bool:
     os.environ[ROLE_VARIABLE] = role
     sys.stdout, sys.stderr = (lenient(stream, OUTPUT.note) for stream in (sys.stdout, sys.stderr))
     by_hand = not follow_parent(on_death)
+    if by_hand:
+        os.environ[offspring.MARK_VARIABLE] = offspring.new_family()
     if by_hand and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         # Ctrl-C in the middle of an import ends the process, and prints nothing.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -122,6 +147,13 @@ def role_of_this_process() -> str | None:
     return "child" if PARENT_VARIABLE in os.environ else None
 
 
+def end_offspring() -> None:
+    """On the way out, where no supervisor does it: what this role has started itself, or all of a dead supervisor's."""
+    mark, parent = os.environ.get(offspring.MARK_VARIABLE), os.environ.get(PARENT_VARIABLE)
+    if mark is not None and parent != str(os.getppid()):
+        offspring.end(offspring.family_of(mark))
+
+
 def leave(code: int) -> NoReturn:
     """Ends this process: exit handlers and flushing included, interpreter teardown excluded. The last call of a role.
 
@@ -132,6 +164,7 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+    end_offspring()
     os._exit(code)
 
 
@@ -141,9 +174,12 @@ def _ask_kernel(on_death: signal.Signals) -> None:
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(on_death), 0, 0, 0)
 
 
-def _watch(parent: int, grace_s: float) -> None:
+def _watch(parent: int, grace_s: float, on_death: signal.Signals | None = None) -> None:
     wait_for_death(parent)
+    if on_death is not None:
+        os.kill(os.getpid(), on_death)
     time.sleep(grace_s)
+    end_offspring()
     os._exit(EXIT_ORPHANED)
 
 

@@ -75,14 +75,14 @@ class Tally:
         """Policy lag in updates -> rollouts trained on with it."""
         self._returns = deque(record.returns, maxlen=RETURN_WINDOW)
         self._lengths = deque(record.lengths, maxlen=RETURN_WINDOW)
-        self._successes = deque((mark == "1" for mark in record.successes), maxlen=SUCCESS_WINDOW)
+        self._successes = deque(record.successes, maxlen=SUCCESS_WINDOW)
 
     def record(self) -> TallyRecord:
         return TallyRecord(
             episodes=self.episodes,
             returns=tuple(self._returns),
             lengths=tuple(self._lengths),
-            successes="".join("1" if success else "0" for success in self._successes),
+            successes="".join(self._successes),
             counters=dict(self.counters),
             policy_lags=tuple(self.policy_lags[lag] for lag in range(max(self.policy_lags, default=-1) + 1)),
         )
@@ -94,7 +94,7 @@ class Tally:
             self._returns.append(episode.total_reward)
             self._lengths.append(episode.length)
             if episode.success is not None:
-                self._successes.append(episode.success)
+                self._successes.append("1" if episode.success else "0")
 
     def count(self, counters: Mapping[str, int]) -> None:
         """What an actor counted."""
@@ -111,7 +111,7 @@ class Tally:
 
     @property
     def success_rate(self) -> float | None:
-        return _mean(self._successes)
+        return self._successes.count("1") / len(self._successes) if self._successes else None
 
 
 def add_counts(table: Counter[str], counters: Mapping[str, int]) -> None:

@@ -20,6 +20,7 @@ PACKAGES = ("rollout_service", "workers", "learner")
 FLOORS: dict[str, int] = {
     "rollout_service.errors": 0,
     "rollout_service.streams": 0,
+    "rollout_service.offspring": 0,
     "rollout_service.lifeline": 1,
     "rollout_service.runspec": 1,
     "rollout_service.recurrence": 1,

@@ -4,7 +4,8 @@
         while run.wait(POLL_S): ... run.log, run.usage()
 
 Progress comes from the run's own `metrics.jsonl`, CPU time and memory from the system. What must never happen: a run
-that outlives the `with`, or a wait without a deadline. Left to others: what is run, and what the figures mean.
+that outlives the `with`, or this process, however it ends; a wait without a deadline. Left to others: what is run, and
+what the figures mean.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import psutil
 from rollout_service.bench.report import usable_cores
 from rollout_service.bench.windows import Mark
 from rollout_service.errors import RunFailed
+from rollout_service.lifeline import owned
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 POLL_S: Final = 0.1
@@ -87,7 +89,7 @@ class WholeRun:
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            env=environment(self.environment),
+            env=owned(environment(self.environment)),
             start_new_session=True,
         )
         self.tree = psutil.Process(self.process.pid)

@@ -37,6 +37,7 @@ from rollout_service.errors import (
     SegmentError,
     WaitTimedOut,
 )
+from rollout_service.lifeline import end_offspring
 
 EXIT_FAILED: Final = 1
 GRACE_S: Final = 3.0
@@ -130,6 +131,7 @@ class Attendance:
             client.wait_until_stopping()
             if (client.lost and self.reconnect_s) or left.wait(GRACE_S):
                 return
+            end_offspring()
             self._say(f"{client.stop_reason}; ended in {client.pulse.phase}, which did not return within {GRACE_S:g} s")
             os._exit(EXIT_FAILED)
 
@@ -141,13 +143,15 @@ class Attendance:
 
 
 class _Signals:
-    """SIGTERM, and by hand Ctrl-C and a closed terminal, stop the client; the same signal once more ends the process.
+    """SIGTERM, and by hand Ctrl-C and a closed terminal, stop the client; by hand the same signal once more ends the process.
 
-    A child leaves Ctrl-C to its parent, which then says STOP: it reaches every process of a terminal at once.
+    A child leaves Ctrl-C to its parent, which then says STOP: it reaches every process of a terminal at once. When its
+    parent dies the kernel may send it SIGTERM twice: once for each of the parent's threads that it was handed on to.
     """
 
     def __init__(self, by_hand: bool) -> None:
         self.received = False
+        self._by_hand = by_hand
         self._client: Client | None = None
         self._handle("SIGTERM")
         for name in ("SIGINT", "SIGHUP"):
@@ -170,6 +174,7 @@ class _Signals:
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
         self.received = True
-        signal.signal(number, signal.SIG_DFL)
+        if self._by_hand:
+            signal.signal(number, signal.SIG_DFL)
         if self._client is not None:
             self._client.stop(f"stopped by {signal.Signals(number).name}")

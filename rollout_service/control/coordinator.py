@@ -13,8 +13,10 @@ comes from (leases), when a bank is due (scheduling), for whom it waits (filling
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from rollout_service.control import events
@@ -148,8 +150,11 @@ class Coordinator:
 
     # --- what the shell calls ----------------------------------------------------------------------------------------
 
-    def handle(self, peer: bytes, message: Message, now: float) -> list[Effect]:
-        """What follows from one message of one peer."""
+    def handle(self, peer: bytes, message: Message, now: float) -> Iterable[Effect]:
+        """What follows from one message of one peer, to be carried out in this order and to the end.
+
+        BATCH comes first: the learner waits for it, and what else follows from a COMMIT is worked out behind it.
+        """
         if type(message) is Commit and self.stopped is None:  # the learner may wait for it: no look at other types
             return self._commit(peer, message, now)
         match message:
@@ -257,8 +262,8 @@ class Coordinator:
         place.state, place.awaited = PlaceState.JOINED, True
         return [Notify(events.ActorJoined(*place.identity, place.pid)), *self._proceed(now)]
 
-    def _commit(self, peer: bytes, commit: Commit, now: float) -> list[Effect]:
-        identity, place = self._roster.once_was(peer), self._roster.present(peer)
+    def _commit(self, peer: bytes, commit: Commit, now: float) -> Iterable[Effect]:
+        identity = self._roster.once_was(peer)
         if identity is None:
             return self._stranger(peer, "COMMIT")
         if commit.valid_steps > self.spec.num_steps:
@@ -267,26 +272,33 @@ class Coordinator:
         if commit.env_steps is not None and commit.env_steps > rows:
             return self.reject(peer, f"commit.env_steps is {commit.env_steps}, its valid_steps have {rows} rows")
         verdict, accepted = self._leases.commit(identity, commit, newest=self._updates.newest, now=now)
-        effects: list[Effect] = []
-        match verdict:
-            case Verdict.UNKNOWN:
-                return self.reject(
-                    peer, f"slot {commit.slot} epoch {commit.epoch} was never granted to actor {identity.actor_id}"
-                )
-            case Verdict.REPEATED:
-                pass
-            case Verdict.STALE:
-                add_counts(self.counters, commit.counters)
-                effects += map(Notify, self._updates.refused(identity.actor_id, commit))
-            case Verdict.ACCEPTED:
-                add_counts(self.counters, commit.counters)
-                effects.append(self._accepted(identity, commit, place, now))
-        answer = Send(peer, Committed(slot=commit.slot, epoch=commit.epoch, accepted=accepted))
-        again = [] if place is None else self._grant_again(place)
-        return [answer, *effects, *again, *self._proceed(now)]
+        if verdict is Verdict.UNKNOWN:
+            return self.reject(
+                peer, f"slot {commit.slot} epoch {commit.epoch} was never granted to actor {identity.actor_id}"
+            )
+        if verdict is Verdict.ACCEPTED:
+            self._updates.accepted(commit)
+        batch = self._hand_over(now)
+        return itertools.chain(batch, self._answer(peer, identity, commit, verdict, accepted, now))
+
+    def _answer(
+        self, peer: bytes, identity: Identity, commit: Commit, verdict: Verdict, accepted: bool, now: float
+    ) -> Iterator[Effect]:
+        """All that follows from a commit but the batch that was due with it."""
+        yield Send(peer, Committed(slot=commit.slot, epoch=commit.epoch, accepted=accepted))
+        place = self._roster.present(peer)
+        if verdict is not Verdict.REPEATED:
+            add_counts(self.counters, commit.counters)
+        if verdict is Verdict.STALE:
+            yield from map(Notify, self._updates.refused(identity.actor_id, commit))
+        if verdict is Verdict.ACCEPTED:
+            yield self._accepted(identity, commit, place, now)
+        if place is not None:
+            yield from self._grant_again(place)
+        yield from self._go_on(now)
 
     def _accepted(self, identity: Identity, commit: Commit, place: Place | None, now: float) -> Effect:
-        rollout = self._updates.accepted(identity, commit)
+        rollout = self._updates.rollout(identity, commit)
         self._filling.committed(now)
         self._collected.add(now, rollout.env_steps)
         if place is not None:
@@ -331,17 +343,22 @@ class Coordinator:
 
     def _proceed(self, now: float) -> list[Effect]:
         """Forms the batch that is due, and grants what can be granted."""
+        return [*self._hand_over(now), *self._go_on(now)]
+
+    def _hand_over(self, now: float) -> list[Effect]:
+        """The batch that is due; the learner waits for it."""
         learner = self._admission.learner
         if self.stopped is not None or learner is None:
             return []
         if learner.ready and self._updates.must_go_back:
             return self._restore(learner)
-        effects: list[Effect] = []
-        if (due := self._filling.due(now)) is not None:
-            batch, formed = self._updates.form(due, now)
-            effects += [Send(learner.peer, batch), Notify(formed)]
-        effects += self._filling.grants(self._updates.newest, self.updates_done + 1)
-        return [*effects, *self._filling.preempts(self._updates.newest)]
+        due = self._filling.due(now)
+        return [] if due is None else [Send(learner.peer, self._updates.form(due))]
+
+    def _go_on(self, now: float) -> list[Effect]:
+        """What there is to tell of that batch, and what actors are to do now."""
+        grants = self._filling.grants(self._updates.newest, self.updates_done + 1)
+        return [*map(Notify, self._updates.formed(now)), *grants, *self._filling.preempts(self._updates.newest)]
 
     def _grant_again(self, place: Place) -> list[Effect]:
         """The grant that holds, for a peer that may have missed it."""

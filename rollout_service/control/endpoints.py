@@ -116,9 +116,8 @@ def socket_endpoint(token: str, access: SocketAccess | None = None) -> str:
     directory = socket_root() / _directory_name(token)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-        if access.group is not None:
-            access.give_to_group(directory)
-            directory.chmod(access.directory_mode)
+        access.give_to_group(directory)
+        directory.chmod(access.directory_mode)  # whatever the umask is, which other threads may change
     found = directory.lstat()
     allowed = access.directory_mode
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != _user_id() or stat.S_IMODE(found.st_mode) != allowed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 from rollout_service.control import events
 from rollout_service.control.effects import Effect, Notify, Send
@@ -60,17 +59,22 @@ class Filling:
     def due(self, now: float) -> FormBatch | None:
         return self.scheduler.decide(self._leases.ledger, self._absent(), now)
 
-    def take(self, due: FormBatch, now: float) -> TakenBatch:
+    def take(self, due: FormBatch) -> TakenBatch:
         """The batch goes; places that nobody has taken are not waited for until somebody has."""
-        taken = self._leases.take(due, now)
+        taken = self._leases.take(due)
         for actor_id in due.unclaimed:
             self._roster.places[actor_id].awaited = False
-        self._counters["late_actors"] += len(due.late)
         self._formed_one = True
-        taken = replace(taken, wait_s=min(taken.wait_s, now - self._vigil.opened_at))
-        self.waits.add(taken.waited_for, taken.wait_s, now)
         self.scheduler.formed()
         return taken
+
+    def waited(self, taken: TakenBatch, now: float) -> tuple[int, float]:
+        """Counts what that batch had to wait for: the place, and the seconds."""
+        self._counters["late_actors"] += len(taken.due.late)
+        waited_for, wait_s = self._leases.waited_for(taken, now)
+        wait_s = min(wait_s, now - self._vigil.opened_at)
+        self.waits.add(waited_for, wait_s, now)
+        return waited_for, wait_s
 
     def seed_into(self, slots: tuple[int, ...]) -> tuple[int | None, ...]:
         """Per slot of a batch where its actor's next rollout will start, if that is known and may be written."""
@@ -159,5 +163,4 @@ class Filling:
 
     def _absent(self) -> set[int]:
         """Places from which nothing can come now: nobody is there, or its actor has yet to let go of an older slot."""
-        late = {place.actor_id for place in self._roster.places if self._leases.is_late(place.identity)}
-        return self._roster.absent() | late
+        return self._roster.absent() | self._leases.late()

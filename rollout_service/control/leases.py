@@ -28,19 +28,17 @@ from rollout_service.runspec import StateStrategy
 
 @dataclass(frozen=True)
 class TakenBatch:
-    """What the learner gets, per slot; 0 for a slot nobody filled."""
+    """What the learner gets."""
 
-    slots: tuple[int, ...]
-    valid_steps: tuple[int, ...]
-    versions: tuple[int, ...]
-    holders: tuple[Identity | None, ...]
-    """Who filled it."""
+    due: FormBatch
+    filled: tuple[Filled | None, ...]
+    """What is in each of its slots; None where nobody filled it."""
     late: tuple[int, ...]
     """Places whose lease runs on."""
-    waited_for: int
-    """The place that committed last, or the one that was not waited for any longer."""
-    wait_s: float
-    """From the first commit to the last, or to the deadline."""
+
+    def rollouts(self) -> list[tuple[int, Filled]]:
+        """The slots that somebody filled, in order."""
+        return [(slot, entry) for slot, entry in zip(self.due.slots, self.filled, strict=True) if entry is not None]
 
 
 class Leases:
@@ -95,6 +93,10 @@ class Leases:
         lease = self.ledger.lease_of(holder)
         return lease is not None and not self.ledger.holds(lease)
 
+    def late(self) -> set[int]:
+        """Places whose actor is late."""
+        return {lease.holder.actor_id for lease in self.ledger.quarantined()}
+
     def quarantined(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Those of `slots` that a late actor may still write."""
         return tuple(slot for slot in slots if self.ledger.state(slot) is SlotState.QUARANTINED)
@@ -134,13 +136,13 @@ class Leases:
             version=commit.version,
             versions=range(max(self.first_version, newest - self.max_policy_lag), newest + 1),
         )
-        if self._is_standing(holder, commit.slot, commit.epoch) and verdict in (Verdict.ACCEPTED, Verdict.STALE):
+        if verdict is Verdict.REPEATED:
+            return verdict, self.ledger.accepted_before(commit.slot, commit.epoch)
+        if verdict is not Verdict.UNKNOWN and self._is_standing(holder, commit.slot, commit.epoch):
             self._ended(holder)
             self._acted.add(holder)
         if verdict is Verdict.ACCEPTED:
             self._filled_at[commit.slot] = now
-        if verdict is Verdict.REPEATED:
-            return verdict, self.ledger.accepted_before(commit.slot, commit.epoch)
         return verdict, verdict is Verdict.ACCEPTED
 
     def give_back(self, holder: Identity, slot: int, epoch: int) -> bool:
@@ -158,30 +160,25 @@ class Leases:
         self._acted.discard(holder)
         self._torn.add(holder.actor_id)
 
-    def take(self, due: FormBatch, now: float) -> TakenBatch:
+    def take(self, due: FormBatch) -> TakenBatch:
         """READY -> READING for all its slots; late leases are quarantined."""
         late = tuple(lease.holder.actor_id for slot in due.late if (lease := self.ledger.lease(slot)) is not None)
         for slot in due.late:
             self.ledger.quarantine(slot, "the batch went without it")
-        filled = [self.ledger.filled(slot) for slot in due.slots]
-        times = {
-            entry.holder.actor_id: self._filled_at[slot] for slot, entry in zip(due.slots, filled, strict=True) if entry
-        }
-        slowest, until = max(times, key=times.__getitem__), max(times.values())
-        if given_up := late or due.unclaimed:
-            slowest, until = given_up[0], now
-        self.ledger.read(slot for slot, entry in zip(due.slots, filled, strict=True) if entry is not None)
-        holders = [entry.holder for entry in filled if entry is not None and entry.valid_steps > 0]
+        batch = TakenBatch(due, tuple([self.ledger.filled(slot) for slot in due.slots]), late)
+        rollouts = batch.rollouts()
+        self.ledger.read(slot for slot, _ in rollouts)
+        holders = [entry.holder for _, entry in rollouts if entry.valid_steps > 0]
         self._seeded_from = {holder.actor_id: holder.incarnation for holder in holders}
-        return TakenBatch(
-            slots=due.slots,
-            valid_steps=tuple(0 if entry is None else entry.valid_steps for entry in filled),
-            versions=tuple(0 if entry is None else entry.version for entry in filled),
-            holders=tuple(None if entry is None else entry.holder for entry in filled),
-            late=late,
-            waited_for=slowest,
-            wait_s=until - min(times.values()),
-        )
+        return batch
+
+    def waited_for(self, batch: TakenBatch, now: float) -> tuple[int, float]:
+        """The place that committed last, or one that was not waited for any longer; seconds since the first commit."""
+        times = {entry.holder.actor_id: self._filled_at[slot] for slot, entry in batch.rollouts()}
+        slowest, until = max(times, key=times.__getitem__), max(times.values())
+        if given_up := batch.late or batch.due.unclaimed:
+            slowest, until = given_up[0], now
+        return slowest, until - min(times.values())
 
     def release(self, slots: Iterable[int]) -> None:
         """READING -> FREE, for those that are still READING."""

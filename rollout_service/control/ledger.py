@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Final, NamedTuple
 
 from rollout_service.errors import ProtocolError
@@ -29,7 +29,7 @@ ANSWERS_KEPT: Final = 16
 """Answered epochs per slot: far more than messages of one actor can be in flight."""
 
 
-class SlotState(Enum):
+class SlotState(StrEnum):
     FREE = "free"
     LEASED = "leased"
     READY = "ready"
@@ -139,6 +139,10 @@ class Ledger:
     def leases(self) -> list[Lease]:
         """Leases that are good: their slots are LEASED."""
         return [slot.lease for slot in self._slots if slot.state is SlotState.LEASED and slot.lease is not None]
+
+    def quarantined(self) -> list[Lease]:
+        """Leases whose holder may still write, and whose rows nobody will take: their slots are QUARANTINED."""
+        return [slot.lease for slot in self._slots if slot.state is SlotState.QUARANTINED and slot.lease is not None]
 
     def lease_of(self, holder: Identity) -> Lease | None:
         """The lease this actor may still be writing under: LEASED or QUARANTINED."""
@@ -269,10 +273,10 @@ class Ledger:
         """The only place where a slot changes state."""
         if (entry.state, to) not in LEGAL:
             raise ProtocolError(
-                f"slot {entry.number} cannot go from {entry.state.value} to {to.value} ({why}); its story: "
+                f"slot {entry.number} cannot go from {entry.state} to {to} ({why}); its story: "
                 f"{self.story(entry.number) or 'none yet'}"
             )
-        entry.story.append(f"{entry.state.value} -> {to.value} at epoch {entry.epoch} ({why})")
+        entry.story.append(f"{entry.state} -> {to} at epoch {entry.epoch} ({why})")
         entry.state = to
         if to not in (SlotState.LEASED, SlotState.QUARANTINED) and entry.lease is not None:
             del self._leases[entry.lease.holder]

@@ -208,11 +208,11 @@ class Lockstep(_Waiting):
         """Places whose slot is leased, or that somebody may yet join."""
         if not self._waiting:
             return []
-        ready = self._ready(ledger)
+        states = [ledger.state(slot) for slot in self.slots(self.bank)]
         return [
             place
-            for place, slot in enumerate(self.slots(self.bank))
-            if slot not in ready and (place not in absent or ledger.state(slot) is SlotState.LEASED)
+            for place, state in enumerate(states)
+            if state is SlotState.LEASED or (state is not SlotState.READY and place not in absent)
         ]
 
     def to_preempt(self, ledger: Ledger, absent: Collection[int], version: int) -> list[int]:  # noqa: ARG002

@@ -13,13 +13,13 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Final
 
 from rollout_service.control.coordinator import Coordinator, Effect, Notify, Send
 from rollout_service.control.events import Event, ServerFailed
-from rollout_service.control.messages import Batch, StatusReport, Stop, decode, encode
+from rollout_service.control.messages import StatusReport, Stop, decode, encode
 from rollout_service.control.transport import Router
 from rollout_service.errors import MessageRejected, ProtocolError, WaitTimedOut
 
@@ -126,21 +126,18 @@ class Server:
                 raise
             finished.set_result(None)
 
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
-        """BATCH leaves first: the learner waits for it, and every other word keeps this thread, or wakes a process.
-
-        Each peer gets its messages in order; BATCH goes to the learner alone. Events come last: whoever hears them is
-        a thread of this process, and takes the interpreter.
-        """
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        """Messages at once, and events behind them: whoever hears these is a thread of this process, and takes the
+        interpreter."""
+        told: list[Event] = []
         for effect in effects:
-            if isinstance(effect, Send) and type(effect.message) is Batch:
-                self._send(effect)
-        for effect in effects:
-            if isinstance(effect, Send) and type(effect.message) is not Batch:
-                self._send(effect)
-        for effect in effects:
-            if isinstance(effect, Notify):
-                self.events.put(effect.event)
+            match effect:
+                case Send():
+                    self._send(effect)
+                case Notify(event):
+                    told.append(event)
+        for event in told:
+            self.events.put(event)
 
     def _send(self, send: Send) -> None:
         """One message. What cannot be packed (a report that grew too large) is counted, and the loop lives."""

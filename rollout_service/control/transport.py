@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from rollout_service.control.endpoints import IPC, TCP, SocketAccess, check_endpoint
@@ -87,8 +87,11 @@ class Router(_Endpoint):
         if not self._closed:
             self._socket.wake()
 
-    def receive(self, timeout_s: float) -> list[tuple[bytes, bytes]]:
-        """(peer, message) pairs, as soon as there is one; [] after timeout_s, on a wake-up, or for no reason at all."""
+    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, bytes]]:
+        """Waits for at most timeout_s, then gives the (peer, message) pairs that are there; perhaps none.
+
+        Each is taken when it is asked for, so that the first is acted on before anybody looks for a second.
+        """
         self._check_process()
         return self._socket.receive(timeout_s, MESSAGES_PER_RECEIVE)
 

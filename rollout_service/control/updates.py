@@ -18,7 +18,7 @@ from collections import Counter
 from rollout_service.control import events
 from rollout_service.control.account import Account
 from rollout_service.control.filling import Filling
-from rollout_service.control.leases import Leases
+from rollout_service.control.leases import Leases, TakenBatch
 from rollout_service.control.ledger import Identity
 from rollout_service.control.losses import Losses, LostBatch
 from rollout_service.control.messages import Batch, Commit, Episode, Publish, Ready
@@ -49,6 +49,8 @@ class Updates:
         """Newest weights; None before the first READY."""
         self.batch: Batch | None = None
         """The batch the learner works on."""
+        self._untold: tuple[Batch, TakenBatch] | None = None
+        """The newest batch, as long as nobody but the learner was told of it."""
         self.tally = Tally()
         """Of all that went to the learner."""
         self.rate = Rate()
@@ -90,17 +92,20 @@ class Updates:
     def env_steps_of(self, commit: Commit) -> int:
         return commit.valid_steps * self._spec.envs_per_actor if commit.env_steps is None else commit.env_steps
 
-    def accepted(self, identity: Identity, commit: Commit) -> events.RolloutCommitted:
+    def accepted(self, commit: Commit) -> None:
         """A slot was filled."""
         env_steps = self._env_steps[commit.slot] = self.env_steps_of(commit)
         self._episodes[commit.slot] = commit.episodes
         self._account.committed += env_steps
         self.tally.count(commit.counters)
+
+    def rollout(self, identity: Identity, commit: Commit) -> events.RolloutCommitted:
+        """What there is to tell about it."""
         return events.RolloutCommitted(
             actor_id=identity.actor_id,
             incarnation=identity.incarnation,
             slot=commit.slot,
-            env_steps=env_steps,
+            env_steps=self.env_steps_of(commit),
             version=commit.version,
             episodes=commit.episodes,
             seconds=commit.seconds,
@@ -118,42 +123,53 @@ class Updates:
 
     # --- one update
 
-    def form(self, due: FormBatch, now: float) -> tuple[Batch, events.BatchFormed]:
+    def form(self, due: FormBatch) -> Batch:
         """The batch that goes to the learner now. Behind the last one nothing is granted any more."""
-        taken = self._filling.take(due, now)
-        rollouts = list(zip(taken.slots, taken.holders, taken.valid_steps, taken.versions, strict=True))
-        env_steps = self.env_steps + sum(self._env_steps[slot] for slot, _, steps, _ in rollouts if steps > 0)
-        lags = tuple(self.newest - version for _, holder, _, version in rollouts if holder is not None)
-        self.tally.policy_lags.update(lags)
-        for slot, _, steps, _ in rollouts:
-            self.tally.finish(self._episodes[slot] if steps > 0 else ())
+        taken = self._filling.take(due)
+        filled = taken.rollouts()
+        env_steps = self.env_steps + sum([self._env_steps[slot] for slot, _ in filled])
+        for slot, entry in filled:
+            self.tally.policy_lags[self.newest - entry.version] += 1
+            self.tally.finish(self._episodes[slot] if entry.valid_steps > 0 else ())
         self._released = False
-        self.batch = Batch(
-            update=self.done + 1,
-            slots=taken.slots,
-            valid_steps=taken.valid_steps,
-            versions=taken.versions,
-            env_steps=env_steps,
-            last=not self.another_fits(env_steps),
-            tally=self.tally.record(),
-            seed_into=self._filling.seed_into(taken.slots),
+        # As plain values: making a message of anything else looks for numpy's, twice as long, while the learner waits.
+        self.batch = Batch.model_validate(
+            {
+                "update": self.done + 1,
+                "slots": due.slots,
+                "valid_steps": tuple([0 if entry is None else entry.valid_steps for entry in taken.filled]),
+                "versions": tuple([0 if entry is None else entry.version for entry in taken.filled]),
+                "env_steps": env_steps,
+                "last": not self.another_fits(env_steps),
+                "tally": self.tally.record(),
+                "seed_into": self._filling.seed_into(due.slots),
+            }
         )
         if self.batch.last:
             self._filling.close()
-        partial = tuple(
-            holder.actor_id for _, holder, steps, _ in rollouts if holder and 0 < steps < self._spec.num_steps
-        )
+        self._untold = self.batch, taken
+        return self.batch
+
+    def formed(self, now: float) -> list[events.BatchFormed]:
+        """What there is to tell about it, once it is on its way."""
+        if self._untold is None:
+            return []
+        (batch, taken), self._untold = self._untold, None
+        waited_for, wait_s = self._filling.waited(taken, now)
+        filled = [entry for _, entry in taken.rollouts()]
+        partial = [entry.holder.actor_id for entry in filled if 0 < entry.valid_steps < self._spec.num_steps]
         self._counters["partial_rollouts"] += len(partial)
-        return self.batch, events.BatchFormed(
-            self.batch.update,
-            env_steps,
-            taken.waited_for,
-            taken.wait_s,
-            partial=partial,
+        told = events.BatchFormed(
+            batch.update,
+            batch.env_steps,
+            waited_for,
+            wait_s,
+            partial=tuple(partial),
             late=taken.late,
-            unclaimed=due.unclaimed,
-            lags=lags,
+            unclaimed=taken.due.unclaimed,
+            lags=tuple(self.newest - entry.version for entry in filled),
         )
+        return [told]
 
     def release(self, update: int) -> None:
         """The learner has copied what it needs of this update's batch. Too late or twice, it changes nothing."""

@@ -50,6 +50,8 @@ HANDSHAKE_MS: Final = 10_000
 UNBIND_S: Final = 5.0
 """Until ZeroMQ has closed a listening socket, in a thread of its own; it takes about a millisecond."""
 ZAP_DOMAIN: Final = b"rollout-service"
+_umask: Final = threading.Lock()
+"""Held while the umask is another one: it is the whole process's, and two who change it would not put it back."""
 _FAILURES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
@@ -131,21 +133,23 @@ class ZmqRouter:
     def wake(self) -> None:
         self._wake.set()
 
-    def receive(self, timeout_s: float, most: int) -> list[tuple[bytes, bytes]]:
-        """A message of the wrong number of frames arrives as empty bytes, which decode to nothing."""
+    def receive(self, timeout_s: float, most: int) -> Iterator[tuple[bytes, bytes]]:
+        """Waits, and then gives what is there, taking each message from the socket as it is asked for."""
         ready = self._wait(timeout_s)
         if self._wake.descriptor in ready:
             self._wake.clear()
         if self._gate is not None and self._gate.socket in ready:
             self._gate.judge()
-        messages: list[tuple[bytes, bytes]] = []
-        while self._socket in ready and len(messages) < most:
+        return self._messages(most if self._socket in ready else 0)
+
+    def _messages(self, most: int) -> Iterator[tuple[bytes, bytes]]:
+        """A message of the wrong number of frames arrives as empty bytes, which decode to nothing."""
+        for _ in range(most):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                break
-            messages.append((frames[0], frames[1] if len(frames) == 2 else b""))
-        return messages
+                return
+            yield frames[0], frames[1] if len(frames) == 2 else b""
 
     def send(self, peer: bytes, data: bytes) -> None:
         with contextlib.suppress(zmq.Again):
@@ -166,15 +170,18 @@ class ZmqRouter:
 
     def _listen(self, endpoint: str) -> None:
         """Raises ConfigError."""
-        before = os.umask(0o777 & ~self._access.socket_mode)  # the mode of an ipc socket's file
-        try:
-            self._socket.bind(endpoint)
-            if endpoint.startswith(IPC):
-                self._access.give_to_group(Path(endpoint.removeprefix(IPC)))
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}; is another service using it?") from None
-        finally:
-            os.umask(before)
+        with _umask:
+            before = os.umask(0o777 & ~self._access.socket_mode)  # the mode of an ipc socket's file
+            try:
+                self._socket.bind(endpoint)
+                if endpoint.startswith(IPC):
+                    self._access.give_to_group(Path(endpoint.removeprefix(IPC)))
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"cannot listen on {endpoint}: {error.strerror}; is another service using it?"
+                ) from None
+            finally:
+                os.umask(before)
 
     def _take_events(self) -> set[int]:
         """What has happened to connections since; failed handshakes are counted."""

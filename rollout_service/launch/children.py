@@ -7,7 +7,8 @@ Who calls: the supervisor's main thread, the only one that starts, signals or re
 reaping, so a pid cannot be reused between a child's death and a signal meant for it.
 What must never happen: a fork of this process that goes on as a child (children are fresh interpreters), a child that
 hears Ctrl-C, a pipe that blocks a child because nobody reads it.
-Left to others: when to start and stop (supervisor), leaving when the parent dies (lifeline, in the child).
+Left to others: when to start and stop (supervisor), leaving when the parent dies (lifeline, in the child), what a
+child that is gone had started (offspring).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Final
 
 from rollout_service.control.messages import Role
 from rollout_service.launch.cpu import children_on
 from rollout_service.lifeline import PARENT_VARIABLE
+from rollout_service.offspring import MARK_VARIABLE, new_family
 
 ONE_THREAD: Final = dict.fromkeys(
     ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
@@ -88,10 +90,16 @@ class Launcher:
     resume: bool
     cores: Sequence[int] = ()
     """What actors are pinned to, in turns; empty: they are not."""
+    family: str = field(default_factory=new_family)
+    """Begins the marks of all its children."""
 
     def core_of(self, actor_id: int) -> int | None:
         """The core that an actor keeps to, whichever incarnation."""
         return self.cores[actor_id % len(self.cores)] if self.cores else None
+
+    def mark(self, log: Path) -> str:
+        """What the child with this log, and all that comes of it, is found by."""
+        return f"{self.family}{log.stem}/"
 
     def learner(self, *, restored: bool = False) -> Child:
         """restored: it follows one that was lost, and goes on from the newest checkpoint in any case."""
@@ -121,6 +129,7 @@ class Launcher:
     ) -> Child:
         """Raises OSError if the system has no process, descriptor or memory left for it."""
         log = self.run_dir / "logs" / log_name
+        environment = {**environment, MARK_VARIABLE: self.mark(log)}
         with _opened(log) as output, children_on(core):
             begin = output.tell()
             process = start_interpreter(arguments, environment, stdout=output, stderr=subprocess.STDOUT)

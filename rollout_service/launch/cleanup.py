@@ -2,7 +2,8 @@
 alone.
 
 Who calls: `clean`, and every start of a run. Proofs: the owner's lock on a segment can be taken; nobody listens on a
-run's socket; a child's supervisor, whose pid it carries in its environment, is no longer its parent.
+run's socket; a child's supervisor, whose pid it carries in its environment, is no longer its parent; whoever was to end
+what a role had started, by the mark of that, is dead.
 What must never happen: touching a run that lives, or a process that somebody started by hand. When unsure it stays.
 """
 
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from rollout_service import offspring
 from rollout_service.control.endpoints import sweep_socket_directories
-from rollout_service.lifeline import PARENT_VARIABLE
+from rollout_service.lifeline import GRACE_S, PARENT_VARIABLE
 from rollout_service.memory.segment import SegmentInfo, list_segments, sweep
 
 if TYPE_CHECKING:
@@ -30,11 +32,10 @@ EXIT_DEADLINE_S: Final = 5.0
 
 @dataclass(frozen=True)
 class LeftoverProcess:
-    """A child of a dead supervisor. `process` remembers when it started, so a reused pid is never taken for it."""
+    """A role without supervisor, or what one had started. `process` knows its start: no reused pid is taken for it."""
 
     process: psutil.Process
-    module: str
-    endpoint: str
+    what: str
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Leftovers:
     def lines(self) -> list[str]:
         """One line per thing."""
         return [
-            *(f"process {each.process.pid} (python -m {each.module}, {each.endpoint})" for each in self.processes),
+            *(f"process {each.process.pid} ({each.what})" for each in self.processes),
             *(
                 f"segment {each.name} ({each.nbytes / 2**20:.1f} MiB, owner pid {each.owner_pid})"
                 for each in self.segments
@@ -62,11 +63,14 @@ class Leftovers:
 
 def clean_up(*, dry_run: bool = False) -> Leftovers:
     """Removes what dead runs of this user left; with `dry_run` only lists it."""
-    alive = live_endpoints()
-    processes = tuple(_orphans(alive))
+    roles = tuple(_orphans(live_endpoints()))
     if not dry_run:
-        _kill(processes)
-    return Leftovers(tuple(sweep(dry_run=dry_run)), processes, tuple(sweep_socket_directories(dry_run=dry_run)))
+        _kill(roles, leave_s=GRACE_S)  # the learner may be saving a checkpoint
+    started = tuple(_offspring())
+    if not dry_run:
+        _kill(started)
+    sockets = tuple(sweep_socket_directories(dry_run=dry_run))
+    return Leftovers(tuple(sweep(dry_run=dry_run)), (*roles, *started), sockets)
 
 
 def live_endpoints() -> set[str]:
@@ -90,7 +94,7 @@ def run_header(segment: SegmentInfo) -> dict[str, str]:
 def _orphans(alive: set[str]) -> Iterator[LeftoverProcess]:
     import psutil
 
-    here = os.readlink("/proc/self/ns/pid")
+    here = _pid_namespace(os.getpid())
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             role = _role(process.info["cmdline"] or [])
@@ -99,7 +103,20 @@ def _orphans(alive: set[str]) -> Iterator[LeftoverProcess]:
                 continue
             supervisor = process.environ().get(PARENT_VARIABLE)
             if supervisor is not None and process.ppid() != int(supervisor):
-                yield LeftoverProcess(process, *role)
+                yield LeftoverProcess(process, f"python -m {role[0]}, {role[1]}")
+
+
+def _offspring() -> Iterator[LeftoverProcess]:
+    """What roles had started and nobody is left to end. If the pid of that one was used again, it stays."""
+    import psutil
+
+    here = _pid_namespace(os.getpid())
+    for process, mark in offspring.marked():
+        with contextlib.suppress(psutil.Error, OSError, ValueError):
+            if _role(process.cmdline()) is not None or offspring.alive(int(mark.partition("/")[0])):
+                continue
+            if _pid_namespace(process.pid) == here:
+                yield LeftoverProcess(process, f"{process.name()}, started by a role of a run")
 
 
 def _role(command: list[str]) -> tuple[str, str] | None:
@@ -116,9 +133,11 @@ def _pid_namespace(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/pid")
 
 
-def _kill(processes: tuple[LeftoverProcess, ...]) -> None:
+def _kill(processes: tuple[LeftoverProcess, ...], leave_s: float = 0.0) -> None:
+    """leave_s: how long they may take to leave by themselves."""
     import psutil
 
+    psutil.wait_procs([each.process for each in processes], timeout=leave_s)
     killed = []
     for each in processes:
         with contextlib.suppress(psutil.Error):

@@ -24,6 +24,7 @@ from rollout_service.control.roster import SILENT_PHASE
 from rollout_service.errors import SegmentError
 from rollout_service.launch.run import Run
 from rollout_service.memory.presence import LEARNER, actor_seat, is_present
+from rollout_service.offspring import alive
 
 LOOK_EVERY_S: Final = 1.0
 """Between two looks at the seats, each a few system calls per guest."""
@@ -174,15 +175,4 @@ class Guests:
         if guest.seated:
             return True
         may_write = guest.joined or guest.role is Role.LEARNER
-        return guest.silent and not (may_write and _exists(guest.pid))
-
-
-def _exists(pid: int) -> bool:
-    import psutil
-
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-    except OSError:  # for want of a descriptor to look with
-        return True
+        return guest.silent and not (may_write and alive(guest.pid))

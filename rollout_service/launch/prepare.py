@@ -35,6 +35,7 @@ from rollout_service.launch.children import (
 from rollout_service.launch.cpu import UsableCores, usable_cores
 from rollout_service.launch.signals import Interrupted, Interruption
 from rollout_service.lifeline import role_of_this_process
+from rollout_service.offspring import MARK_VARIABLE, end, new_family
 from rollout_service.runspec import RunSpec
 
 PROBE_DEADLINE_S: Final = 300.0
@@ -142,8 +143,9 @@ def probe(config: TrainConfig, inbox: queue.SimpleQueue[object]) -> Probed:
     Interrupted if a stop signal arrives in the inbox meanwhile.
     """
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as words:
+        mark = new_family()
         process = start_interpreter(
-            ["rollout_service.launch.probe"], {}, stdin=subprocess.PIPE, stdout=answer, stderr=words
+            ["rollout_service.launch.probe"], {MARK_VARIABLE: mark}, stdin=subprocess.PIPE, stdout=answer, stderr=words
         )
         watch(process, inbox)
         try:
@@ -153,6 +155,7 @@ def probe(config: TrainConfig, inbox: queue.SimpleQueue[object]) -> Probed:
             if process.poll() is None:
                 kill_with_descendants(process)
                 process.wait()
+            end(mark)
         answer.seek(0)
         words.seek(0)
         return _read_answer(process.returncode, answer.read(), words.read().decode("utf-8", "replace"))

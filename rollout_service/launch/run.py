@@ -1,6 +1,6 @@
 """What a run consists of besides its roles: the composition of everything the service's process owns.
 
-    settings -> leftovers swept -> probe -> run directory -> segments -> service thread -> logs            open_run
+    settings -> leftovers swept -> probe -> directory locked -> segments -> settings saved -> service -> logs   open_run
     the roles: as children (train), or started by hand (serve)                                             the caller
     STOP told, roles gone -> service thread ended -> unmapped -> unlinked                                  the way back
 
@@ -136,13 +136,6 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         progress = open_progress(f"{config.env}  {path}", stream, lost)
         stack.callback(progress.close)
         journal = stack.enter_context(Journal(path / "run.log", progress, lost))
-        for line in leftovers.lines():
-            journal.say(f"removed, left by a run that is dead: {line}")
-        if run_dir.moved_aside is not None:
-            journal.say(f"an earlier run's files were moved to {run_dir.moved_aside}")
-        for warning in (*run_dir.resume_point.warnings, *probed.warnings):
-            journal.say(warning)
-
         endpoint = socket_endpoint(token, access) if door.endpoint is None else door.endpoint
         stack.callback(remove_socket_directory if door.endpoint is None else remove_socket, endpoint)
         # Bound before anything else is written down: a port that the system chose is known only now.
@@ -173,7 +166,14 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
         if access.group is not None:
             memory.share_with_group(access.group)
             weights.share_with_group(access.group)
-        run_dir.save(config)
+        # Nothing refuses this run any more.
+        run_dir.begin(config)
+        for line in leftovers.lines():
+            journal.say(f"removed, left by a run that is dead: {line}")
+        if run_dir.moved_aside is not None:
+            journal.say(f"an earlier run's files were moved to {run_dir.moved_aside}")
+        for warning in (*run_dir.resume_point.warnings, *probed.warnings):
+            journal.say(warning)
         size = f"{memory.nbytes / 2**20:.1f} MiB"
         journal.say(f"{sizing}, {spec.num_steps} steps, {total_updates} updates, {size}  {path}")
 

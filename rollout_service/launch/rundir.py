@@ -11,7 +11,8 @@
         lock            held by the living supervisor
 
 Writer: the supervisor of the run (checkpoints: its learner). Readers: `eval`, plots, people.
-What must never happen: two living runs in one directory, or a new run whose newest checkpoint is an old run's.
+What must never happen: two living runs in one directory, a new run whose newest checkpoint is an old run's, or a
+directory made, or changed, for a run that never began.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,6 +31,7 @@ from rollout_service.config import TrainConfig
 from rollout_service.errors import CheckpointError, ConfigError
 
 CONFIG_FILE: Final = "config.toml"
+LOCK: Final = "lock"
 OWN_ENTRIES: Final = (CONFIG_FILE, "run.log", "metrics.jsonl", "tensorboard", "logs", "checkpoints")
 """What a run writes here, and so what a new run may move aside; anything else is the user's."""
 MARKS_OF_A_RUN: Final = ("metrics.jsonl", "checkpoints")
@@ -62,7 +65,7 @@ def default_run_directory(env: str, token: str, now: datetime) -> Path:
 
 
 class RunDirectory:
-    """An open run directory: locked for this process until `close`."""
+    """A run directory: locked for this process until `close`, and this run's once it has begun."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         """Raises ConfigError if it cannot be made or a living run uses it, CheckpointError if there is nothing to
@@ -70,21 +73,23 @@ class RunDirectory:
         """
         self.path = path
         self.moved_aside: Path | None = None
+        self._resume = resume
+        self._made: list[Path] = []
+        """Directories that are taken back if the run does not begin, the innermost first."""
         if resume and not path.is_dir():
             raise CheckpointError(f"nothing to resume: {path} is not a directory; give the run_dir of an earlier run")
         try:
+            self._made = [each for each in (path, *path.parents) if not each.exists()]
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            self._take_back()
             raise ConfigError(f"run_dir {path} cannot be used: {error.strerror}; choose another one") from error
         try:
             self._take()
             self.resume_point = _resume_point(path) if resume else ResumePoint()
-            if not resume:
-                self.moved_aside = _move_aside(path)
-            (path / "logs").mkdir(exist_ok=True)
         except BaseException:
-            self.close()
+            os.close(self._lock)
             raise
 
     def _take(self) -> None:
@@ -94,20 +99,42 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"run_dir {self.path} is used by a run that is alive; choose another one") from None
+        if os.fstat(self._lock).st_nlink == 0:
+            raise ConfigError(f"run_dir {self.path} was just taken back by a start that was refused; start again")
 
-    def save(self, config: TrainConfig) -> None:
-        """Raises ConfigError if the disk refuses; an earlier run's settings are then still there."""
+    def begin(self, config: TrainConfig) -> None:
+        """From here on it is this run's: its settings are written, and what an earlier one left is moved aside.
+
+        Raises ConfigError if the disk refuses; an earlier run's files are then still there.
+        """
         beside = self.path / f"{CONFIG_FILE}.writing"
         try:
             beside.write_text(to_toml(config), encoding="utf-8")
+            if not self._resume:
+                self.moved_aside = _move_aside(self.path)
             beside.replace(self.path / CONFIG_FILE)
+            (self.path / "logs").mkdir(exist_ok=True)
         except OSError as error:
+            with suppress(OSError):
+                beside.unlink()
             raise ConfigError(
                 f"run_dir {self.path} cannot be written: {error.strerror}; make room, or choose another"
             ) from error
+        self._made = []
 
     def close(self) -> None:
+        if self._made:
+            # While it is locked: nobody else can have begun in it.
+            with suppress(OSError):
+                (self.path / LOCK).unlink()
+            self._take_back()
         os.close(self._lock)
+
+    def _take_back(self) -> None:
+        """What was made here, as far as it is empty."""
+        with suppress(OSError):
+            for directory in self._made:
+                directory.rmdir()
 
     def __enter__(self) -> Self:
         return self

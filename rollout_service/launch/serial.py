@@ -59,11 +59,13 @@ def run_serial(
     config: TrainConfig,
     on_update: Callable[[SerialUpdate], None] | None = None,
     stop_asked: Callable[[], bool] | None = None,
+    on_ready: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Trains to the last whole rollout that fits into total_steps and returns the result, as `--json` prints it.
 
     stop_asked: asked after every step and between updates. True ends the run with a checkpoint of the last whole
     update; steps that no update has seen are dropped.
+    on_ready: called once envs and memory are there, before anything is written.
     Checkpoints go to config.run_dir; without one nothing is written. Raises ConfigError for max_policy_lag above 0 and
     for max_actors, and what a role raises, with its own traceback.
     """
@@ -76,7 +78,7 @@ def run_serial(
     keep_freed_memory()
     spec = build_run_spec(config)
     total = check_fits_one_rollout(config, spec.num_actors)
-    with one_thread(), SerialRun(config, spec, Trainer(config, spec, total_updates=total)) as run:
+    with one_thread(), SerialRun(config, spec, Trainer(config, spec, total_updates=total), on_ready) as run:
         stopped = stop_asked or (lambda: False)
         while not run.trainer.finished and not stopped():
             valid_steps = run.collect_bank(lambda _: stopped())
@@ -106,7 +108,9 @@ def require_lockstep(config: TrainConfig) -> None:
 class SerialRun:
     """Actors, trainer and memory of one run, ready for its first update. A context manager."""
 
-    def __init__(self, config: TrainConfig, spec: RunSpec, trainer: Trainer) -> None:
+    def __init__(
+        self, config: TrainConfig, spec: RunSpec, trainer: Trainer, on_ready: Callable[[], None] | None = None
+    ) -> None:
         from learner.rollout_buffer import RecurrentRolloutBuffer
         from learner.saving import Saving
         from workers.actor import Actor
@@ -144,6 +148,8 @@ class SerialRun:
             for actor_id in range(spec.num_actors):
                 self.actors.append(Actor(spec, self.memory, self.weights, actor_id))
                 stack.callback(self.actors[-1].close)
+            if on_ready is not None:
+                on_ready()
             tally = self._prepare()
             self._open = stack.pop_all()
         self.metrics = RunMetrics(

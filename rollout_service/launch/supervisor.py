@@ -30,6 +30,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from rollout_service import offspring
 from rollout_service.control import events
 from rollout_service.control.coordinator import FINISHED
 from rollout_service.control.messages import Role
@@ -106,6 +107,8 @@ class Supervisor:
             self._hear_last_words()
         finally:
             self._kill_all()
+            if self.launcher is not None:
+                self._end_offspring(self.launcher.family, "the processes of the run")
         return self.ending
 
     def _turn(self) -> None:
@@ -217,6 +220,8 @@ class Supervisor:
         if child.role is Role.ACTOR:
             self.metrics.actor_left(child.actor_id)
         if self.ending is None:
+            if self.launcher is not None:
+                self._end_offspring(self.launcher.mark(child.log), child.name)
             self._report_lost(child, code).add_done_callback(lambda _: self.inbox.put(ChildGone(child, code)))
         else:
             self._child_gone(child, code, self.clock())
@@ -311,6 +316,11 @@ class Supervisor:
     def _kill(self, child: Child) -> None:
         if child.process.pid in self._alive:
             kill_with_descendants(child.process)
+
+    def _end_offspring(self, mark: str, whose: str) -> None:
+        """Of one that is gone: its successor may want the same port, or the memory."""
+        if count := offspring.end(mark):
+            self.journal.say(f"left behind by {whose}, and ended: {count} process{'' if count == 1 else 'es'}")
 
     def _after(self, delay: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (self.clock() + delay, next(self._timer_numbers), action))

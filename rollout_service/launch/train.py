@@ -143,15 +143,17 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
         progress = open_progress(f"{config.env}  {path}", stream, lost)
         stack.callback(progress.close)
         journal = stack.enter_context(Journal(path / "run.log", progress, lost))
-        if run_dir.moved_aside is not None:
-            journal.say(f"an earlier run's files were moved to {run_dir.moved_aside}")
-        run_dir.save(config)
-        journal.say(f"{sizing}, all in this process  {path}")
         logs = stack.enter_context(
             RunLogs(path, tensorboard=config.tensorboard, resume_at=run_dir.resume_point.env_steps, lost=lost)
         )
-        logs.open()
         last: list[Summary] = []
+
+        def begin() -> None:
+            run_dir.begin(config)
+            if run_dir.moved_aside is not None:
+                journal.say(f"an earlier run's files were moved to {run_dir.moved_aside}")
+            journal.say(f"{sizing}, all in this process  {path}")
+            logs.open()
 
         def note(update: SerialUpdate) -> None:
             summary = _with_losses(update.summary, lost)
@@ -164,7 +166,7 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
 
         saved, failure = "with a checkpoint", ""
         try:
-            run_serial(config, note, stop)
+            run_serial(config, note, stop, begin)
         except KeyboardInterrupt:
             if stop.first is None:
                 raise

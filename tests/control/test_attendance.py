@@ -25,7 +25,7 @@ from rollout_service.errors import ConfigError, SegmentNotFound
 from tests.control.world import make_join, make_spec
 
 BEAT_S = 0.05
-SILENCE_S = 0.3
+SILENCE_S = 0.8
 WAIT_S = 10.0
 
 
@@ -91,7 +91,7 @@ def until_stopping(client: Client) -> None:
 
 
 def goodbye(server: Server) -> PeerLeft:
-    while not isinstance(event := server.events.get(timeout=1.0), PeerLeft):
+    while not isinstance(event := server.events.get(timeout=WAIT_S), PeerLeft):
         pass
     return event
 

@@ -97,7 +97,7 @@ class CheckedWorld(World):
 
     def carry_out(self, effects: list[Effect]) -> None:
         refused = any(isinstance(sent, Send) and _refuses(sent.message) for sent in effects)
-        for effect in effects:
+        for effect in sorted(effects, key=lambda effect: isinstance(effect, Send)):  # BATCH goes before a word is said
             match effect:
                 case Send(peer, Grant() as grant):
                     self.check_grant(peer, grant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -60,6 +61,11 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def umask() -> str:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask"))
+    return line
+
+
 def one_service(number: int) -> None:
     endpoint = socket_endpoint(f"host-{number}")
     server = Server(Router(endpoint), make_coordinator(make_spec()))
@@ -88,6 +94,7 @@ def test_services_come_and_go_and_the_program_goes_on(host: Host):
 
 def test_several_at_once_in_threads_of_the_program(host: Host):
     errors: list[BaseException] = []
+    before = umask()
 
     def serve(number: int) -> None:
         try:
@@ -101,4 +108,5 @@ def test_several_at_once_in_threads_of_the_program(host: Host):
     for each in programs:
         each.join(DEADLINE_S)
     assert errors == []
+    assert umask() == before
     assert host.still_works(7)

@@ -21,6 +21,7 @@ from rollout_service.control.server import Server
 from rollout_service.control.transport import Dealer, Router
 from rollout_service.errors import ConfigError, HandshakeRefused, WaitTimedOut
 from tests.control.world import make_coordinator, make_spec
+from tests.fixtures.machine import eventually
 
 DEADLINE_S = 10.0
 ANYWHERE = "tcp://127.0.0.1:*"
@@ -63,6 +64,18 @@ def connect(server: Server, keys: Keys | None, deadline_s: float = DEADLINE_S) -
     return client
 
 
+def refusal(server: Server, keys: Keys | None) -> str:
+    """Why the service does not let a client with these keys speak, once that has come back."""
+
+    def told() -> str:
+        with pytest.raises((HandshakeRefused, WaitTimedOut)) as refused:
+            connect(server, keys, deadline_s=0.5)
+        return str(refused.value) if refused.errisinstance(HandshakeRefused) else ""
+
+    found: str = eventually(told, DEADLINE_S, "a refusal")
+    return found
+
+
 def counted(server: Server, name: str) -> int:
     """A counter of the report, once it is there."""
     deadline = time.monotonic() + DEADLINE_S
@@ -82,20 +95,18 @@ def test_a_client_with_another_key_is_refused_counted_and_told(
     service_keys: Keys, client_keys: Keys, tmp_path: Path
 ) -> None:
     with serving(service_keys) as server:
-        with pytest.raises(HandshakeRefused, match="does not know this client's key"):
-            connect(server, strangers_keys(tmp_path, service_keys.public), deadline_s=0.5)
+        assert "does not know this client's key" in refusal(server, strangers_keys(tmp_path, service_keys.public))
         refused = counted(server, "refused_keys")
         assert refused >= 1
         with closing(connect(server, client_keys)) as client:
             answer = client.exchange(Status(), StatusReport, resend_every_s=1.0, deadline_s=DEADLINE_S)
             assert answer is not None
-            assert answer.report["counters"]["refused_keys"] == refused, "and whoever asks for the status sees it"
+            assert answer.report["counters"]["refused_keys"] >= refused, "and whoever asks for the status sees it"
 
 
 def test_a_client_without_keys_is_refused_and_counted(service_keys: Keys) -> None:
     with serving(service_keys) as server:
-        with pytest.raises(HandshakeRefused, match="--key-file"):
-            connect(server, None, deadline_s=0.5)
+        assert "--key-file" in refusal(server, None)
         assert counted(server, "failed_handshakes") >= 1
 
 

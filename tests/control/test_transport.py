@@ -131,7 +131,7 @@ def test_what_a_killed_run_left_is_removed_and_what_lives_stays(endpoint: str) -
         assert not left.exists()
         dealer = Dealer(endpoint)
         dealer.send(b"still there?")
-        assert alive.receive(DEADLINE_S)[0][1] == b"still there?"
+        assert [data for _, data in alive.receive(DEADLINE_S)] == [b"still there?"]
         dealer.close()
     finally:
         alive.close()
@@ -215,7 +215,7 @@ def test_a_peer_that_vanished_or_never_was_raises_nothing(endpoint: str) -> None
     for _ in range(2000):
         router.send(peer, b"answer")
         router.send(b"nobody", b"answer")
-    assert router.receive(0.0) == []
+    assert list(router.receive(0.0)) == []
     router.close()
 
 
@@ -225,7 +225,7 @@ def test_an_oversized_message_cuts_off_its_sender_alone(pair: tuple[Router, Deal
     hostile.send(b"x" * (MAX_MESSAGE_BYTES + 1))
     dealer.send(b"fine")
     assert [data for _, data in router.receive(DEADLINE_S)] == [b"fine"]
-    assert router.receive(0.1) == []
+    assert list(router.receive(0.1)) == []
     hostile.close()
 
 
@@ -234,7 +234,7 @@ def test_a_peer_connects_before_there_is_a_service(endpoint: str) -> None:
     dealer.send(b"early")
     router = Router(endpoint)
     assert dealer.receive(0.1) is None
-    assert router.receive(DEADLINE_S)[0][1] == b"early"
+    assert [data for _, data in router.receive(DEADLINE_S)] == [b"early"]
     dealer.close()
     router.close()
 
@@ -258,8 +258,8 @@ def said(dealer: Dealer, router: Router, word: bytes) -> tuple[bytes, bytes]:
     while time.monotonic() < deadline:
         dealer.send(word)
         dealer.receive(0.02)
-        if heard := router.receive(0.0):
-            return heard[0]
+        for heard in router.receive(0.0):
+            return heard
     raise AssertionError("nothing was heard")
 
 
@@ -293,4 +293,4 @@ def test_whoever_is_no_peer_disturbs_nobody(pair: tuple[Router, Dealer], endpoin
         stranger.shutdown(socket.SHUT_WR)
         dealer.send(b"fine")
         assert [data for _, data in router.receive(DEADLINE_S)] == [b"fine"]
-        assert router.receive(0.05) == []
+        assert list(router.receive(0.05)) == []

@@ -154,7 +154,7 @@ class World:
         self._pids = 1000
 
     def tell(self, address: bytes, message: Message) -> None:
-        self.carry_out(self.coordinator.handle(address, message, self.now))
+        self.carry_out(list(self.coordinator.handle(address, message, self.now)))
 
     def carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ ENDPOINT = "ipc:///tmp/rs-sock-nobody/c"
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator:
     """Starts `python -m workers --connect ENDPOINT` as a stand-in that only waits."""
-    (tmp_path / "workers.py").write_text("import sys\nprint('up', flush=True)\nsys.stdin.read()\n")
+    (tmp_path / "workers.py").write_text("import sys\nprint('up', flush=True)\nsys.stdin.read()\nprint('left')\n")
     started: list[subprocess.Popen] = []
 
     def one(endpoint: str = ENDPOINT, **extra: str) -> subprocess.Popen:
@@ -64,6 +65,16 @@ def test_only_the_child_of_a_dead_supervisor_is_ended(start):
     assert found(dry_run=False) & mine == {orphan.pid}
     eventually(lambda: orphan.poll() is not None, 5, "the orphan is gone")
     assert (supervised.poll(), by_hand.poll()) == (None, None)
+
+
+def test_who_leaves_by_itself_is_not_killed(start):
+    """A learner that saves its last checkpoint."""
+    orphan, said = start(**{PARENT_VARIABLE: str(dead_pid())}), []
+    soon = threading.Timer(0.5, lambda: said.append(orphan.communicate()[0]))
+    soon.start()
+    assert orphan.pid in found(dry_run=False)
+    soon.join()
+    assert said == [b"left\n"]
 
 
 def test_children_of_a_run_whose_segment_is_locked_are_left_alone(start):

@@ -13,32 +13,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from bench.watched import WORKING
 from rollout_service import checkpoint
 from rollout_service.launch.status import RunStatus, render, running
 from rollout_service.launch.train import ACCOUNT_NOTE
 from tests.fixtures.by_hand import Hands
-from tests.fixtures.machine import FaultyEnv, Service, eventually
+from tests.fixtures.machine import Pace, Service, eventually
 
 ENVS, STEPS, UPDATES = 2, 8, 150
 ROLLOUT = ENVS * STEPS
 START_S = 40.0
-
-
-class PacedEnv(FaultyEnv):
-    """Steps take 20 ms until the file `hurry` exists: the run lasts for as long as the test has something to do."""
-
-    def __init__(self, hurry: str, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.hurry = Path(hurry)
-        self.step_s = 0.02
-
-    def step(self, action: np.int64):
-        if self.step_s and self.t == 0 and self.hurry.exists():
-            self.step_s = 0.0
-        return super().step(action)
 
 
 @pytest.fixture
@@ -50,7 +36,7 @@ def hands(tmp_path: Path) -> Iterator[Hands]:
 def words(*more: str, actors: int, updates: int = UPDATES, **settings: Any) -> list[str]:
     options = ["--num-actors", str(actors), "--envs-per-actor", str(ENVS), "--num-steps", str(STEPS), "--epochs", "1"]
     options += ["--total-steps", str(updates * actors * ROLLOUT), "--self-check", "1", "--normalize-returns"]
-    options += ["--env", f"{__name__}:PacedEnv", "--no-tensorboard", "--run-dir", "run", "--json", *more]
+    options += ["--env", "tests.fixtures.machine:FaultyEnv", "--no-tensorboard", "--run-dir", "run", "--json", *more]
     return [*options, "--env-kwargs", *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
 
 
@@ -75,34 +61,52 @@ def status_of(service: Service) -> RunStatus:
     return next(run for run in running() if run.pid == service.process.pid)
 
 
+def joined(service: Service) -> int:
+    """Actors that take part."""
+    report = status_of(service).report or {"actors": []}
+    return sum(actor["state"] in WORKING for actor in report["actors"])
+
+
 @pytest.mark.parametrize("max_policy_lag", [0, 1], ids=["lockstep", "streaming"])
 def test_batches_grow_with_guests_that_join_and_shrink_when_they_leave_or_die(
     hands: Hands, tmp_path: Path, max_policy_lag: int
 ) -> None:
-    run_dir, hurry = tmp_path / "run", tmp_path / "hurry"
+    """The run is held back while the test is at work: by then three actors fill 94 rollouts at most, of 150."""
+    run_dir, pace = tmp_path / "run", Pace(tmp_path / "pace", STEPS + 4)
     lag = ["--max-policy-lag", str(max_policy_lag)]
-    with Service(*words("--max-actors", "3", *lag, actors=1, hurry=str(hurry)), cwd=tmp_path) as service:
-        eventually(lambda: "up to 2 more may join" in service.stderr(), START_S, "the run says how to join")
+    with Service(*words("--max-actors", "3", *lag, actors=1, pace=str(pace.file)), cwd=tmp_path) as service:
+
+        def says(text: str) -> None:
+            eventually(lambda: text in service.stderr(), START_S, text)
+
+        def reaches(steps: int, actors: int) -> None:
+            """Batches of so many actors, at the latest by that step."""
+            pace.allow(steps)
+            eventually(lambda: rows_of_a_batch(run_dir) == actors * ROLLOUT, START_S, f"batches of {actors} actors")
+
+        says("up to 2 more may join")
         endpoint = re.findall(r"python -m workers --connect (\S+)", service.stderr())[0]
         guests = [hands.actor(endpoint=endpoint) for _ in range(3)]
         eventually(lambda: not all(guest.running for guest in guests), START_S, "one of them is turned away")
         (refused,) = [guest for guest in guests if not guest.running]
         guests.remove(refused)
         assert (refused.wait(0.0), "no place is free" in refused.stderr()) == (1, True)
-        eventually(lambda: rows_of_a_batch(run_dir) == 3 * ROLLOUT, START_S, "batches of three actors")
+        eventually(lambda: joined(service) == 3, START_S, "the others have joined")
+        reaches(80, actors=3)
         assert "empty" not in render(status_of(service))
 
         guests[0].send(signal.SIGTERM)
-        assert guests[0].wait(5.0) == 0
-        eventually(lambda: rows_of_a_batch(run_dir) == 2 * ROLLOUT, 5.0, "batches of two actors")
+        pace.allow(90)
+        assert guests[0].wait(START_S) == 0
+        says("left, its place is free: stopped by SIGTERM")
+        reaches(170, actors=2)
         guests[1].popen.kill()
-        eventually(lambda: rows_of_a_batch(run_dir) == ROLLOUT, 5.0, "batches of one actor")
+        says("left, its place is free: died, without a goodbye")
+        reaches(250, actors=1)
         assert "  actors   1 here   2 places empty, not waited for" in render(status_of(service)).splitlines()
-        hurry.touch()
+        pace.free()
         assert service.wait(START_S) == 0, service.stderr()
         result, stderr = service.result(), service.stderr()
-    assert "left, its place is free: stopped by SIGTERM" in stderr
-    assert "left, its place is free: died, without a goodbye" in stderr
     assert re.search(r"^[123] of 1\.\.3 actors ready", stderr, re.MULTILINE)
     log, balance = entries(run_dir), account(run_dir)
     steps = [0, *(entry["env_steps"] for entry in log)]
@@ -121,7 +125,7 @@ def test_batches_grow_with_guests_that_join_and_shrink_when_they_leave_or_die(
 
 def test_actors_that_fail_are_not_replaced_and_the_run_ends_with_the_last_of_them(tmp_path: Path) -> None:
     run_dir, going_on = tmp_path / "run", ["--on-actor-failure", "continue"]
-    command = words(*going_on, actors=2, hurry=str(tmp_path / "never"), faults={"0.0": "raise"})
+    command = words(*going_on, actors=2, updates=1_000_000, faults={"0.0": "raise"})
     with Service(*command, cwd=tmp_path) as service:
         eventually(lambda: rows_of_a_batch(run_dir) == ROLLOUT, START_S, "batches without the actor that failed")
         assert entries(run_dir)[0]["learner/valid_rows"] == 2 * ROLLOUT
@@ -131,7 +135,7 @@ def test_actors_that_fail_are_not_replaced_and_the_run_ends_with_the_last_of_the
         last = service.child("--actor", "1")
         assert last is not None
         last.kill()
-        assert service.wait(10.0) == 1
+        assert service.wait(START_S) == 1
         stderr = service.stderr()
     said = r"^actor {} \(incarnation 0, pid \d+\) ended with {}; not replaced, {} actors are left \(on_actor_failure"
     assert re.search(said.format(0, "exit code 1", 1), stderr, re.MULTILINE)

@@ -8,12 +8,14 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollout_service import checkpoint
+from rollout_service.launch.status import running
 from tests.fixtures.machine import Service, eventually, run_command
 
 ENV = '''
-import os, resource, threading, time
+import os, resource
+from pathlib import Path
 import psutil
-from tests.fixtures.machine import FaultyEnv, argument
+from tests.fixtures.machine import HELD_S, FaultyEnv, argument, eventually
 
 NO_LIMIT = resource.RLIM_INFINITY
 
@@ -22,7 +24,9 @@ def limit(pid, nbytes):
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, NO_LIMIT))
 
 class Env(FaultyEnv):
-    """Eight steps are an update. Env 1 of actor 0 fills the disk in update 3, until the test has looked, and in 9."""
+    """Eight steps are an update. Env 1 of actor 0 fills the disk in update 3, once two are logged, until the test has
+    looked, and in 9.
+    """
 
     def step(self, action):
         outcome = super().step(action)
@@ -32,11 +36,11 @@ class Env(FaultyEnv):
             learner = next(p.pid for p in psutil.Process(service).children() if "learner" in p.cmdline())
             match self.steps:
                 case 24:
+                    two_updates = lambda: Path("run", "metrics.jsonl").read_bytes().count(b"\\n") == 2
+                    eventually(two_updates, HELD_S, "two updates are logged")
                     limit(service, 4000), limit(learner, 1000), limit(os.getpid(), 0)
                 case 48:
-                    deadline = time.monotonic() + 50
-                    while not os.path.exists("go") and time.monotonic() < deadline:
-                        threading.Event().wait(0.02)
+                    eventually(Path("go").exists, HELD_S, "the test has looked")
                     limit(service, NO_LIMIT), limit(learner, NO_LIMIT), limit(os.getpid(), NO_LIMIT)
                 case 72:
                     limit(learner, 1000)
@@ -51,11 +55,18 @@ def test_a_run_survives_a_full_disk_and_does_not_end_as_if_nothing_were_lost(tmp
     (tmp_path / "leaky.py").write_text(ENV)
     run_dir = tmp_path / "run"
     with Service(*WORDS, *SAVING, cwd=tmp_path) as service:
+
+        def lost(counter: str) -> int:
+            reports = [run.report for run in running() if run.pid == service.process.pid and run.report]
+            return max((report["counters"].get(counter, 0) for report in reports), default=0)
+
         eventually(lambda: "the log of actor 0 cannot be written" in service.stderr(), 40.0, "all losses are told")
+        eventually(lambda: lost("checkpoint_failures") == 2, 40.0, "two checkpoints could not be written")
+        eventually(lambda: lost("log_write_failures") >= 4, 40.0, "two updates could not be logged")
         runs = json.loads(run_command("status", "--json", cwd=tmp_path).stdout)["runs"]
         [run] = [run for run in runs if run["pid"] == service.process.pid]
         (tmp_path / "go").touch()
-        code = service.wait(30.0)
+        code = service.wait(40.0)
         said = service.stderr()
     report = run["report"]
     assert report["checkpoint_missing_since"] == 4

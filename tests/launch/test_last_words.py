@@ -53,6 +53,7 @@ if "train" in sys.orig_argv:
 
     def late(self, effects):
         # Peers hear of the run's end, and leave, long before the supervisor does.
+        effects = list(effects)
         if any(type(effect) is not Send and type(effect.event).__name__ == "RunFinished" for effect in effects):
             carry_out(self, [effect for effect in effects if type(effect) is Send])
             effects = [effect for effect in effects if type(effect) is not Send]

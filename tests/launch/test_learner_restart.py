@@ -16,14 +16,16 @@ import psutil
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollout_service import checkpoint
-from tests.fixtures.machine import PROJECT, Service, eventually, run_command
+from tests.fixtures.machine import PROJECT, Pace, Service, eventually, run_command
 
-STEPS_PER_UPDATE = 2 * 2 * 8
+STEPS = 8
+STEPS_PER_UPDATE = 2 * 2 * STEPS
 START_S = 60.0
 """Until a learner has started and done its first update, on a machine that is busy with other things."""
 TINY = [
-    *("--num-actors", "2", "--envs-per-actor", "2", "--num-steps", "8", "--epochs", "1", "--envs-per-minibatch", "2"),
-    *("--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3", "--hidden-dim", "8", "--run-dir", "run", "--json"),
+    *("--num-actors", "2", "--envs-per-actor", "2", "--num-steps", str(STEPS), "--epochs", "1"),
+    *("--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3", "--hidden-dim", "8", "--envs-per-minibatch", "2"),
+    *("--run-dir", "run", "--json"),
     # A budget that comes back at once: what is tested here is not the back-off.
     *("--restart-window", "0.2", "--checkpoint-interval", "2"),
 ]
@@ -66,8 +68,10 @@ def actors(service: Service) -> set[int]:
 
 
 def test_a_learner_that_is_killed_again_and_again_costs_updates_and_nothing_else(tmp_path: Path):
-    run_dir, updates = tmp_path / "run", 200
-    with Service(*words("--no-tensorboard", "--checkpoint-interval", "20", updates=updates), cwd=tmp_path) as service:
+    run_dir, updates, pace = tmp_path / "run", 200, Pace(tmp_path / "pace", 3 * STEPS + 4)
+    paced = ["--env", "tests.fixtures.machine:FaultyEnv", "--env-kwargs", f"pace={pace.file}"]
+    command = words(*paced, "--no-tensorboard", "--checkpoint-interval", "20", updates=updates)
+    with Service(*command, cwd=tmp_path) as service:
         killed: set[int] = set()
 
         def kill() -> None:
@@ -76,14 +80,16 @@ def test_a_learner_that_is_killed_again_and_again_costs_updates_and_nothing_else
             victim.kill()
 
         kill()
-        eventually(lambda: service.updates(run_dir) >= 3, START_S, "three updates")
+        eventually(lambda: service.updates(run_dir) == 3, START_S, "three updates")
         collecting = actors(service)
         kill()
         kill()
+        pace.allow(100 * STEPS + 4)
         eventually(lambda: service.updates(run_dir) >= 60, START_S, "sixty updates")
         kill()
         eventually(lambda: service.stderr().count("goes on from") == 2, START_S, "the last learner is ready")
         assert actors(service) == collecting
+        pace.free()
         assert service.wait(START_S) == 0, service.stderr()
         result, said = service.result(), service.stderr()
     check_outcome(result, run_dir, updates)
@@ -171,7 +177,7 @@ if "learner" in sys.orig_argv:
 def test_whatever_a_learner_was_doing_when_it_ended_the_next_one_goes_on(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(LIVES)
     ran = run_command(
-        "train", *words("--learner-timeout", "1", updates=12), cwd=tmp_path, timeout=110, PYTHONPATH=f"{tmp_path}"
+        "train", *words("--learner-timeout", "2", updates=12), cwd=tmp_path, timeout=110, PYTHONPATH=f"{tmp_path}"
     )
     run_dir = tmp_path / "run"
     assert ran.returncode == 0, ran.stderr
@@ -182,7 +188,7 @@ def test_whatever_a_learner_was_doing_when_it_ended_the_next_one_goes_on(tmp_pat
     assert said[1] == (killed, "checkpoint-00000002", str(2 * STEPS_PER_UPDATE))
     assert said[2] == (killed, "checkpoint-00000002", str(STEPS_PER_UPDATE))
     assert said[3][1:] == ("checkpoint-00000004", "0")
-    assert re.fullmatch(r"was stuck in updating for .* s \(learner_timeout 1 s\) and was killed", said[3][0])
+    assert re.fullmatch(r"was stuck in updating for .* s \(learner_timeout 2 s\) and was killed", said[3][0])
     assert said[4] == (killed, "checkpoint-00000012", "0")
     assert len(said) == 5
     assert "in _between_minibatches" in ran.stderr, "no stack of the learner that hung"

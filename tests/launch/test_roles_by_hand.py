@@ -20,11 +20,12 @@ from rollout_service import checkpoint
 from rollout_service.memory.room import SHARED_MEMORY
 from rollout_service.memory.segment import list_segments
 from tests.fixtures.by_hand import START_S, Hands, Process, died_of_a_signal, ended
-from tests.fixtures.machine import logged_steps, run_command
+from tests.fixtures.machine import Pace, logged_steps, run_command
 from tests.memory.other_process import can_run
 
-STEPS_PER_UPDATE = 2 * 2 * 8
-TINY = ["--num-actors", "2", "--envs-per-actor", "2", "--num-steps", "8", "--epochs", "1", "--no-tensorboard"]
+STEPS = 8
+STEPS_PER_UPDATE = 2 * 2 * STEPS
+TINY = ["--num-actors", "2", "--envs-per-actor", "2", "--num-steps", str(STEPS), "--epochs", "1", "--no-tensorboard"]
 MAZE = ["--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3"]
 SLOW = ["--env", "tests.fixtures.machine:FaultyEnv", "--env-kwargs", "step_s=0.005"]
 UPDATES = 30
@@ -36,6 +37,10 @@ THREADS_PER_ACTOR = 8
 
 def words(*more: str, updates: int) -> list[str]:
     return [*TINY, "--total-steps", str(updates * STEPS_PER_UPDATE), *more]
+
+
+def paced(pace: Pace) -> list[str]:
+    return ["--env", "tests.fixtures.machine:FaultyEnv", "--env-kwargs", f"pace={pace.file}"]
 
 
 @pytest.fixture
@@ -62,7 +67,8 @@ def modes(run_id: str, endpoint: str) -> list[int]:
 
 
 def test_a_service_comes_first_and_is_joined_by_what_it_says(hands: Hands):
-    service = hands.serve(*words(*MAZE, "--json", "--dump-batch", "batch", updates=30), endpoint=False)
+    pace = Pace(hands.directory / "pace", STEPS + 4)
+    service = hands.serve(*words(*paced(pace), "--json", "--dump-batch", "batch", updates=30), endpoint=False)
     endpoint = hands.listening(service)
     service.says(f"start 2 x   python -m workers --connect {endpoint}")
     assert f"start 1 x   python -m learner --connect {endpoint}" in service.stderr()
@@ -74,6 +80,7 @@ def test_a_service_comes_first_and_is_joined_by_what_it_says(hands: Hands):
     learner = hands.learner(endpoint=endpoint)
     hands.reaches(1)
     assert all(psutil.Process(actor.pid).num_threads() <= THREADS_PER_ACTOR for actor in actors)
+    pace.free()
     check_finished(hands, service, [learner, *actors], 30)
     batch = load_file(service.err.parent / "batch")
     assert (batch["advantages"].shape, batch["initial_state/cell"].shape[1]) == ((4, 8), 4)
@@ -100,7 +107,9 @@ def test_a_run_waits_for_the_actor_that_comes_late(hands: Hands):
 
 
 def test_whoever_leaves_or_dies_makes_room_for_the_next_and_a_killed_service_is_followed_by_another(hands: Hands):
-    settings = words(*SLOW, "--checkpoint-interval", "1", "--silence-timeout", "2", "--json", updates=UPDATES)
+    """Whenever somebody comes, leaves or dies, the envs are held back: the run makes ten updates by then at most."""
+    pace = Pace(hands.directory / "pace", STEPS + 4)
+    settings = words(*paced(pace), "--checkpoint-interval", "1", "--silence-timeout", "2", "--json", updates=UPDATES)
     service = hands.serve(*settings)
     hands.listening(service)
     stays = hands.actor("--reconnect", "60")
@@ -110,24 +119,27 @@ def test_whoever_leaves_or_dies_makes_room_for_the_next_and_a_killed_service_is_
     (segment,) = [each.name for each in list_segments() if each.owner_pid == service.pid and each.kind == "rollout"]
 
     leaves.send(signal.SIGTERM)
+    pace.allow(STEPS + 6)
     assert leaves.wait(LEAVE_S) == 0
     assert (SHARED_MEMORY / segment).exists()
-    service.says("left, its place is free: stopped by SIGTERM", 5.0)
+    service.says("left, its place is free: stopped by SIGTERM")
     dies = hands.actor()
-    before = hands.updates()
-    hands.reaches(before + 2)
+    pace.allow(5 * STEPS + 4)
+    hands.reaches(3)
     assert stays.running
 
     dies.popen.kill()
     learner.popen.kill()
-    service.says(f"pid {dies.pid}) left, its place is free: died, without a goodbye", 5.0)
-    service.says(f"learner (pid {learner.pid}) left, its place is free: died, without a goodbye", 5.0)
+    service.says(f"pid {dies.pid}) left, its place is free: died, without a goodbye")
+    service.says(f"learner (pid {learner.pid}) left, its place is free: died, without a goodbye")
     learner, without = hands.learner("--reconnect", "60"), hands.actor()
     service.says("goes on from update")
     before = hands.updates()
+    pace.allow(10 * STEPS + 4)
     hands.reaches(before + 2)
 
     service.popen.kill()
+    pace.free()
     assert without.wait(LEAVE_S) == 1
     assert "actor: leaving, the service at" in without.stderr()
     assert "has not answered for" in without.stderr()

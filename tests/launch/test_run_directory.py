@@ -30,8 +30,10 @@ def test_an_earlier_run_is_moved_aside_and_what_is_not_ours_stays(tmp_path: Path
     (tmp_path / "config.toml").write_text("seed = 1\n")
     (tmp_path / "notes.txt").write_text("mine")
     with RunDirectory(tmp_path, resume=False) as opened:
+        opened.begin(TrainConfig(seed=2))
         assert opened.moved_aside == tmp_path / "earlier-1"
     assert (tmp_path / "earlier-1" / "config.toml").read_text() == "seed = 1\n"
+    assert "seed = 2" in (tmp_path / "config.toml").read_text()
     assert (tmp_path / "notes.txt").exists()
     assert not (tmp_path / "checkpoints").exists()
 
@@ -50,14 +52,29 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path):
 
 
 def test_settings_that_a_full_disk_does_not_take_are_an_error_and_the_old_ones_stay(tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.toml").write_text("seed = 1\n")
     with (
         RunDirectory(tmp_path, resume=False) as opened,
         largest_file(10),
         pytest.raises(ConfigError, match="cannot be written: File too large; make room"),
     ):
-        opened.save(TrainConfig())
+        opened.begin(TrainConfig())
     assert (tmp_path / "config.toml").read_text() == "seed = 1\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "config.toml", "lock"}
+
+
+def test_a_directory_is_gone_again_if_nothing_began_in_it(tmp_path: Path):
+    path = tmp_path / "deep" / "run"
+    with RunDirectory(path, resume=False), pytest.raises(ConfigError, match="alive"):
+        RunDirectory(path, resume=False)
+    assert list(tmp_path.iterdir()) == []
+    with RunDirectory(path, resume=False):
+        (path / "notes.txt").write_text("not the run's")
+    assert [each.name for each in path.iterdir()] == ["notes.txt"]
+    with RunDirectory(path, resume=False) as opened:
+        opened.begin(TrainConfig())
+    assert {each.name for each in path.iterdir()} == {"config.toml", "lock", "logs", "notes.txt"}
 
 
 def test_what_is_in_no_checkpoint_is_said_in_updates(tmp_path: Path):

@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rollout_service.launch.status import running
-from tests.fixtures.machine import Service, eventually, logged_steps, run_command
+from tests.fixtures.machine import Pace, Service, eventually, logged_steps, run_command
 
 STEPS = 8
 START_S = 40.0
@@ -29,8 +31,8 @@ def entries(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_a_slow_actor_is_preempted_and_named_with_its_share(tmp_path: Path) -> None:
-    """Its steps take 40 ms, the others' 5: it commits its least two steps of eight, 160 ms, and the others wait."""
-    slow = {"step_s": 0.005, "slow_actor": 1, "slow_step_s": 0.04}
+    """Its steps take 40 ms, the others' none: it commits its least two steps of eight, 160 ms, and the others wait."""
+    slow = {"slow_actor": 1, "slow_step_s": 0.04}
     command = words("--preempt-share", "0.5", "--json", kwargs=slow, updates=22)
     ran = run_command("train", *command, cwd=tmp_path, timeout=100)
     assert ran.returncode == 0, ran.stderr
@@ -49,32 +51,38 @@ def test_a_slow_actor_is_preempted_and_named_with_its_share(tmp_path: Path) -> N
 
 
 def test_a_stopped_actor_is_left_behind_and_taken_back(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+    """It is stopped in its second rollout, and the other one is held back in its twelfth until it has come back."""
+    run_dir, pace = tmp_path / "run", Pace(tmp_path / "pace", STEPS + 4)
     rules = ["--min-actors", "1", "--batch-deadline", "1.0", "--first-batch-deadline", "60"]
-    command = words(*rules, "--json", kwargs={"step_s": 0.005}, updates=UPDATES)
+    command = words(*rules, "--json", kwargs={"pace": str(pace.file)}, updates=UPDATES)
     with Service(*command, cwd=tmp_path) as service:
-        eventually(lambda: service.updates(run_dir) >= 2, START_S, "two updates")
+
+        def report() -> dict[str, Any]:
+            found = next(run.report for run in running() if run.pid == service.process.pid)
+            assert found is not None
+            return found
+
+        eventually(lambda: service.updates(run_dir) == 1, START_S, "an update")
         actor = service.child("--actor", "1")
         assert actor is not None
         actor.send_signal(signal.SIGSTOP)
-        eventually(lambda: "went without actor 1" in service.stderr(), 10.0, "a batch goes without the stopped actor")
-        alone = service.updates(run_dir)
-        eventually(lambda: service.updates(run_dir) >= alone + 3, 5.0, "later batches do not wait for it")
-        report = next(run.report for run in running() if run.pid == service.process.pid)
-        assert report is not None
-        assert report["actors"][1]["state"] == "late"
-        assert report["slots"]["quarantined"] == 1
+        eventually(lambda: actor.status() == psutil.STATUS_STOPPED, START_S, "it has stopped")
+        pace.allow(11 * STEPS + 4)
+        eventually(lambda: service.updates(run_dir) == 11, START_S, "batches go without it")
+        assert service.stderr().count("went without actor 1") == 1, "later ones do not wait for it"
+        stopped = report()
+        assert stopped["actors"][1]["state"] == "late"
+        assert stopped["slots"]["quarantined"] == 1
         actor.send_signal(signal.SIGCONT)
-
-        def whole_again() -> bool:
-            return entries(run_dir)[-1]["learner/valid_rows"] == ROLLOUT
-
-        eventually(whole_again, 10.0, "it takes part again")
+        eventually(lambda: report()["actors"][1]["state"] != "late", START_S, "it takes part again")
+        back = service.updates(run_dir)
+        pace.free()
         assert service.wait(START_S) == 0, service.stderr()
         result = service.result()
     assert (UPDATES - 1) * ROLLOUT < result["env_steps"] <= UPDATES * ROLLOUT
     log = entries(run_dir)
     assert log[-1]["count/late_actors"] >= 1
+    assert ROLLOUT in {entry["learner/valid_rows"] for entry in log[back:]}
     assert log[-1].get("count/seed_mismatches", 0) == 0
     assert log[-1]["actors/restarts"] == 0
     assert {entry["learner/valid_rows"] for entry in log} == {ROLLOUT / 2, ROLLOUT}

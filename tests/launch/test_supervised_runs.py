@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rollout_service import checkpoint
-from tests.fixtures.machine import Service, eventually, logged_steps, run_command
+from tests.fixtures.machine import Pace, Service, eventually, logged_steps, run_command
 
 STEPS_PER_UPDATE = 2 * 2 * 8
 TINY = ["--num-actors", "2", "--envs-per-actor", "2", "--num-steps", "8", "--epochs", "1", "--no-tensorboard"]
@@ -24,6 +24,8 @@ ENV = ["--env", "tests.fixtures.machine:FaultyEnv"]
 FAST = ["--env", "Memory/TMaze-v0", "--env-kwargs", "corridor=3"]
 START_S = 40.0
 """Until the first update, on a machine that is busy with other things."""
+IN_UPDATE_3, IN_UPDATE_4 = 2 * 8 + 4, 3 * 8 + 4
+"""Steps of an env that is in the middle of the rollout for that update."""
 
 
 def words(*more: str, updates: int = 20) -> list[str]:
@@ -39,16 +41,16 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_a_run_survives_the_death_of_an_actor_and_is_seen_by_status_and_spared_by_clean(tmp_path: Path):
-    run_dir = tmp_path / "run"
-    with Service(*words(*faults(step_s=0.01), "--json", updates=40), cwd=tmp_path) as service:
-        eventually(lambda: service.updates(run_dir) >= 3, START_S, "three updates")
+    run_dir, pace = tmp_path / "run", Pace(tmp_path / "pace", IN_UPDATE_4)
+    with Service(*words(*faults(pace=str(pace.file)), "--json", updates=40), cwd=tmp_path) as service:
+        eventually(lambda: service.updates(run_dir) == 3, START_S, "three updates")
         status = json.loads(run_command("status", "--json", cwd=tmp_path).stdout)
         mine = [run for run in status["runs"] if run["pid"] == service.process.pid]
         assert [run["run_dir"] for run in mine] == [str(run_dir)]
         report = mine[0]["report"]
         assert [actor["actor_id"] for actor in report["actors"]] == [0, 1]
         assert sum(report["slots"].values()) == 4
-        assert report["env_steps"] % STEPS_PER_UPDATE == 0
+        assert report["env_steps"] == 3 * STEPS_PER_UPDATE
         assert f"pid {service.process.pid}" in run_command("status", cwd=tmp_path).stdout
         cleaned = run_command("clean", cwd=tmp_path)
         assert cleaned.returncode == 0
@@ -57,10 +59,11 @@ def test_a_run_survives_the_death_of_an_actor_and_is_seen_by_status_and_spared_b
         victim = service.child("-m", "workers", "--connect", mine[0]["endpoint"], "--actor", "1")
         assert victim is not None
         victim.kill()
-        eventually(lambda: "signal 9 (SIGKILL)" in service.stderr(), 5.0, "the death is reported")
+        eventually(lambda: "signal 9 (SIGKILL)" in service.stderr(), START_S, "the death is reported")
         assert f"actor 1 (incarnation 0, pid {victim.pid}) ended with signal 9 (SIGKILL)" in service.stderr()
         again = run_command("train", *words(*FAST), cwd=tmp_path)
         assert (again.returncode, "used by a run that is alive" in again.stderr) == (2, True)
+        pace.free()
         assert service.wait(START_S) == 0
         result = service.result()
     assert (result["updates"], result["env_steps"]) == (40, 40 * STEPS_PER_UPDATE)
@@ -152,7 +155,7 @@ def test_a_stop_at_any_moment_kills_nobody_by_another_signal(tmp_path: Path, mom
 
 def test_a_tiny_run_always_leaves_by_itself(tmp_path: Path):
     for _ in range(2):
-        ran = run_command("train", *words(*FAST, updates=4), cwd=tmp_path, timeout=15)
+        ran = run_command("train", *words(*FAST, updates=4), cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
 
 
@@ -179,19 +182,19 @@ def test_an_exception_in_the_learner_ends_everything_with_one_traceback(tmp_path
 
 
 def test_after_kill_9_children_leave_the_same_command_starts_again_and_clean_removes_the_rest(tmp_path: Path):
-    run_dir = tmp_path / "run"
-    command = words(*faults(step_s=0.002), updates=25)
+    run_dir, pace = tmp_path / "run", Pace(tmp_path / "pace", IN_UPDATE_3)
+    command = words(*faults(pace=str(pace.file)), updates=25)
     with Service(*command, cwd=tmp_path) as service:
-        eventually(lambda: service.updates(run_dir) >= 2, START_S, "two updates")
+        eventually(lambda: service.updates(run_dir) == 2, START_S, "two updates")
         orphans = service.children()
         assert len(orphans) == 3
         service.process.kill()
         service.wait(5.0)
         eventually(lambda: gone(orphans), 10.0, "the children follow their parent")
     with Service(*command, cwd=tmp_path) as service:
-        eventually(lambda: (run_dir / "earlier-1").exists(), START_S, "the earlier run is moved aside")
-        eventually(lambda: service.updates(run_dir) >= 2, START_S, "two updates")
-        assert "removed, left by a run that is dead: segment rs-" in service.stderr()
+        removed = "removed, left by a run that is dead: segment rs-"
+        eventually(lambda: removed in service.stderr(), START_S, "the earlier run is moved aside, and its memory gone")
+        eventually(lambda: service.updates(run_dir) == 2, START_S, "two updates")
         assert (run_dir / "earlier-1" / "checkpoints").is_dir()
         service.signal_group(signal.SIGKILL)
         service.wait(5.0)
@@ -199,6 +202,7 @@ def test_after_kill_9_children_leave_the_same_command_starts_again_and_clean_rem
     cleaned = run_command("clean", cwd=tmp_path).stdout
     for text, verb in ((listed, "would remove"), (cleaned, "removed")):
         assert f"{verb} segment rs-" in text
+    pace.free()
     resumed = run_command("train", "--resume", "--run-dir", "run", "--json", cwd=tmp_path)
     assert json.loads(resumed.stdout)["updates"] == 25, resumed.stderr
     assert logged_steps(run_dir) == [update * STEPS_PER_UPDATE for update in range(1, 26)]

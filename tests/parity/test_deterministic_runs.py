@@ -17,7 +17,7 @@ from rollout_service.checkpoint import Checkpoint
 from rollout_service.config import TrainConfig
 from rollout_service.launch.rundir import to_toml
 from rollout_service.launch.serial import run_serial
-from tests.fixtures.machine import Service, eventually
+from tests.fixtures.machine import Pace, Service, eventually
 from tests.fixtures.training import small_config
 from tests.fixtures.unsteady import UNSTEADY
 
@@ -65,6 +65,11 @@ def start(tmp_path: Path, *words: str, **environment: str) -> Service:
     )
 
 
+def within(rollout: int) -> int:
+    """Steps of an env that is in the middle of its so-manieth rollout, counted from 1."""
+    return rollout * 16 - 8
+
+
 def run(tmp_path: Path, *words: str, **environment: str) -> Path:
     """One from its start to its end. Returns its directory."""
     with start(tmp_path, *words, **environment) as service:
@@ -98,12 +103,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_twenty_updates_are_ten_and_a_kill_and_ten_more(undisturbed: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with start(tmp_path, UNSTEADY="1:0.004") as service:
-        eventually(lambda: service.updates(run_dir) > 2 * INTERVAL + 1, END_S, "a few updates beyond a barrier")
+    run_dir, pace = tmp_path / "run", Pace(tmp_path / "pace", within(2 * INTERVAL + 3))
+    with start(tmp_path, UNSTEADY="1:0.004", PACE=str(pace.file)) as service:
+        eventually(lambda: service.updates(run_dir) == 2 * INTERVAL + 2, END_S, "a few updates beyond a barrier")
         service.signal_group(signal.SIGKILL)
         assert service.wait(END_S) == -signal.SIGKILL
-    assert 2 * INTERVAL <= last(run_dir).manifest.update < UPDATES
+    assert last(run_dir).manifest.update == 2 * INTERVAL
     run(tmp_path, "--resume", UNSTEADY="0:0.002")
     require_equal(undisturbed, run_dir)
     assert last(run_dir).manifest.version == last(undisturbed).manifest.version
@@ -114,7 +119,8 @@ def test_twenty_updates_are_ten_and_a_kill_and_ten_more(undisturbed: Path, tmp_p
 
 
 def test_whoever_dies_the_end_is_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+    """Each dies in the middle of a rollout, some updates behind a barrier: an actor first, then the learner."""
+    run_dir, pace = tmp_path / "run", Pace(tmp_path / "pace", within(INTERVAL + 3))
 
     def kill(*words: str) -> psutil.Process:
         found = service.child(*words)
@@ -122,14 +128,16 @@ def test_whoever_dies_the_end_is_the_same(undisturbed: Path, tmp_path: Path) -> 
         found.kill()
         return found
 
-    with start(tmp_path, UNSTEADY="*:0.002") as service:
-        eventually(lambda: service.updates(run_dir) > INTERVAL + 1, END_S, "updates beyond a barrier")
+    with start(tmp_path, UNSTEADY="*:0.002", PACE=str(pace.file)) as service:
+        eventually(lambda: service.updates(run_dir) == INTERVAL + 2, END_S, "updates beyond a barrier")
         survivor = service.child("--actor", "0")
         kill("--actor", "1")
         eventually(lambda: "goes on from" in service.stderr(), END_S, "the learner has gone back")
+        pace.allow(within(INTERVAL + 3 + INTERVAL + 4))
         eventually(lambda: service.updates(run_dir) > 2 * INTERVAL + 1, END_S, "updates beyond the next barrier")
         assert service.child("--actor", "0") == survivor
         kill("-m", "learner")
+        pace.free()
         assert service.wait(END_S) == 0, service.stderr()
         said = service.stderr()
     assert "actor 1 (incarnation 0" in said

@@ -1,0 +1,173 @@
+"""What a role has started itself is ended once the role is gone, whichever way; and nobody else's processes are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from rollout_service.launch.cleanup import clean_up
+from rollout_service.lifeline import PARENT_VARIABLE
+from rollout_service.offspring import MARK_VARIABLE, end, family_of, new_family
+from tests.fixtures.machine import FaultyEnv, Service, environment, eventually, run_command
+
+START_S, GONE_S = 40.0, 20.0
+DEAF = """
+import signal, threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+threading.Event().wait(120)
+"""
+Start = Callable[..., psutil.Process]
+
+
+class SimulatorEnv(FaultyEnv):
+    """Starts one process in a session of its own and forks another; appends both pids to `simulators`."""
+
+    def __init__(self) -> None:
+        super().__init__(step_s=0.002)
+        command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+        simulator = subprocess.Popen(command, start_new_session=True)
+        forked = os.fork()
+        while forked == 0:
+            signal.pause()
+        with open("simulators", "a") as file:
+            file.write(f"{simulator.pid}\n{forked}\n")
+
+    def reset(self, *, seed=None, options=None) -> tuple[np.ndarray, dict]:
+        return super().reset(seed=seed, options=options)
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def simulators(directory: Path) -> list[psutil.Process]:
+    """That were started and live."""
+    found = []
+    for line in (directory / "simulators").read_text().split():
+        if psutil.pid_exists(int(line)):
+            found.append(psutil.Process(int(line)))
+    return [each for each in found if not gone(each)]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process in a session of its own that ignores SIGTERM, with this environment besides."""
+    started: list[subprocess.Popen] = []
+
+    def one(**extra: str) -> psutil.Process:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DEAF], env=environment(**extra), stdout=subprocess.PIPE, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        return psutil.Process(process.pid)
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_all_with_a_mark_are_ended_and_nobody_else(start: Start):
+    family = new_family()
+    ours = [start(**{MARK_VARIABLE: f"{family}{name}/"}) for name in ("actor-1.1", "actor-1.1", "actor-1.10")]
+    others = [start(), start(**{MARK_VARIABLE: new_family()})]
+    assert end(f"{family}actor-1.1/") == 2
+    assert [gone(each) for each in ours] == [True, True, False]
+    assert end(family_of(f"{family}actor-1.1/")) == 1
+    assert end(family) == 0
+    assert gone(ours[-1])
+    assert not any(map(gone, others))
+
+
+def test_clean_ends_what_nobody_is_left_to_end(start: Start):
+    left = start(**{MARK_VARIABLE: f"{dead_pid()}/0123456789abcdef/actor-0.0/"})
+    mine = start(**{MARK_VARIABLE: f"{os.getpid()}/0123456789abcdef/actor-0.0/"})
+    strange = start(**{MARK_VARIABLE: "none of ours"})
+    assert f"process {left.pid} ({left.name()}, started by a role" in "\n".join(clean_up(dry_run=True).lines())
+    assert not gone(left)
+    found = {each.process.pid for each in clean_up().processes}
+    assert found & {left.pid, mine.pid, strange.pid} == {left.pid}
+    assert gone(left)
+    assert not gone(mine)
+    assert not gone(strange)
+
+
+BY_HAND = """
+import subprocess, sys
+from rollout_service.lifeline import begin, leave
+assert begin("actor")
+started = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(started.pid, flush=True)
+sys.stdin.readline()
+leave(3)
+"""
+
+
+def test_a_role_by_hand_ends_its_own_on_its_way_out():
+    clean = {name: value for name, value in environment().items() if name != PARENT_VARIABLE}
+    role = subprocess.Popen(
+        [sys.executable, "-c", BY_HAND, DEAF], env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert role.stdin is not None
+    assert role.stdout is not None
+    with role:
+        words = {role.stdout.readline().strip() for _ in range(2)}
+        [started] = [psutil.Process(int(word)) for word in words - {"up"}]
+        role.stdin.write("leave\n")
+        role.stdin.flush()
+        assert role.wait(GONE_S) == 3
+        assert gone(started)
+
+
+WORDS = [
+    *("--env", f"{__name__}:SimulatorEnv", "--num-actors", "2", "--envs-per-actor", "1", "--num-steps", "8"),
+    *("--epochs", "1", "--no-tensorboard", "--run-dir", "run"),
+]
+
+
+def test_simulators_of_a_run_end_with_their_actor_and_with_the_parent(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    with Service(*WORDS, "--total-steps", "100000000", cwd=tmp_path) as service:
+        eventually(lambda: service.updates(run_dir) >= 1, START_S, "an update")
+        assert len(simulators(tmp_path)) == 4, "the probe's are gone, and each actor has two"
+        victim = service.child("--actor", "1", "--incarnation", "0")
+        assert victim is not None
+        victim.kill()
+        said = f"left behind by actor 1 (incarnation 0, pid {victim.pid}), and ended: 2 processes"
+        eventually(lambda: said in service.stderr(), GONE_S, "the dead actor's are ended")
+        seen = service.updates(run_dir)
+        eventually(lambda: service.updates(run_dir) > seen + 1, START_S, "the run goes on")
+        assert len(simulators(tmp_path)) == 4
+        service.process.kill()
+        service.wait(5.0)
+        eventually(lambda: not simulators(tmp_path), GONE_S, "all are gone, of which the learner is the last to leave")
+    run_command("clean", cwd=tmp_path)
+
+
+def test_a_run_that_ends_leaves_no_simulator(tmp_path: Path):
+    ran = run_command("train", *WORDS, "--total-steps", "64", "--json", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["updates"] == 4
+    assert "left behind by the processes of the run, and ended: 4 processes" in ran.stderr
+    assert simulators(tmp_path) == []
