@@ -82,8 +82,8 @@ def follow_parent(on_death: signal.Signals = KILL, grace_s: float = GRACE_S) -> 
 def follow_owner() -> None:
     """For a command: it gets a SIGTERM when the process that started it dies and had asked for that.
 
-    So a run does not outlive its bench. Not by the kernel, which may send it twice: that means no checkpoint. Not handed
-    on: the variable is of this process alone.
+    So a run does not outlive its bench. The kernel might send it twice, which to a run says: without a checkpoint. Not
+    handed on: the variable is of this process alone.
     """
     if (owner := os.environ.pop(OWNER_VARIABLE, None)) is not None:
         arguments = int(owner), COMMAND_GRACE_S, signal.SIGTERM

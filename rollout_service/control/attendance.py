@@ -143,10 +143,10 @@ class Attendance:
 
 
 class _Signals:
-    """SIGTERM, and by hand Ctrl-C and a closed terminal, stop the client; by hand the same signal once more ends the process.
+    """SIGTERM, and by hand Ctrl-C and a closed terminal, stop the client. By hand the same one again ends the process.
 
-    A child leaves Ctrl-C to its parent, which then says STOP: it reaches every process of a terminal at once. When its
-    parent dies the kernel may send it SIGTERM twice: once for each of the parent's threads that it was handed on to.
+    A child leaves Ctrl-C to its parent, which then says STOP: it reaches every process of a terminal at once.
+    SIGTERM can come more than once: when its parent dies, the kernel sends it for each thread that gets the child.
     """
 
     def __init__(self, by_hand: bool) -> None:

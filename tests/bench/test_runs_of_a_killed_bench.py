@@ -11,6 +11,7 @@ import pytest
 
 from rollout_service.control.endpoints import SOCKET_DIR_VARIABLE
 from rollout_service.lifeline import COMMAND_GRACE_S
+from rollout_service.offspring import alive
 from tests.fixtures.machine import environment, eventually
 
 WORDS = (
@@ -47,5 +48,5 @@ def test_its_runs_end_with_it_and_take_everything_along(tmp_path: Path, script: 
             assert len(run) == 3
         finally:
             bench.kill()
-    eventually(lambda: not any(each.is_running() for each in run), COMMAND_GRACE_S + 5.0, "the run is gone")
+    eventually(lambda: not any(alive(each.pid) for each in run), COMMAND_GRACE_S + 5.0, "the run is gone")
     assert "SIGTERM: stopping, the learner saves a checkpoint" in (tmp_path / "run" / "run.log").read_text()

@@ -187,6 +187,20 @@ def test_a_child_leaves_ctrl_c_to_its_parent(services: Services):
     assert attendance(services, by_hand=False).attend(take_part, no_seat) == 0
 
 
+def test_a_child_may_be_sent_sigterm_twice(services: Services, capsys: pytest.CaptureFixture[str]):
+    """As the kernel does when a parent with several threads is killed: the learner has a checkpoint to write."""
+    services.start("run-1")
+
+    def take_part(client: Client, welcome: Welcome) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert client.stopping
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert attendance(services, by_hand=False).attend(take_part, no_seat) == 0
+    assert capsys.readouterr().err == "actor: leaving, stopped by SIGTERM\n"
+
+
 def test_a_service_that_never_comes_is_one_line(services: Services, capsys: pytest.CaptureFixture[str]):
     assert attendance(services, wait_s=0.3).attend(lambda *_: None, no_seat) == 1
     assert capsys.readouterr().err == (

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from rollout_service.control.effects import Send
 from rollout_service.control.events import (
     ActorJoined,
     ActorStuck,
@@ -149,6 +150,20 @@ def test_what_a_commit_says_reaches_the_metrics() -> None:
     assert (event.actor_id, event.slot, event.env_steps, event.version) == (0, 0, ENVS * STEPS, 1)
     assert (event.episodes, event.seconds, event.counters) == ((episode,), {"env": 0.25}, {"seed_mismatches": 2})
     assert world.counters == {"seed_mismatches": 2}
+
+
+def test_what_the_learner_waits_for_is_out_before_anything_else_of_a_commit_is_worked_out() -> None:
+    world, learner, actors, grants = started()
+    actors[0].commit(grants[0], counters={"odd": 1})
+    last = Commit(slot=grants[1].slot, epoch=grants[1].epoch, valid_steps=STEPS, version=1, counters={"odd": 2})
+    effects = iter(world.coordinator.handle(actors[1].address, last, world.now))
+    first = next(effects)
+    assert isinstance(first, Send)
+    assert (first.peer, type(first.message)) == (learner.address, Batch)
+    assert world.coordinator.counters["odd"] == 1
+    said = [type(effect.message if isinstance(effect, Send) else effect.event) for effect in effects]
+    assert said == [Committed, RolloutCommitted, BatchFormed]
+    assert world.coordinator.counters["odd"] == 3
 
 
 # --- repeats and stale commits ---

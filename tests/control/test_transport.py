@@ -206,6 +206,15 @@ def test_a_waiting_router_wakes_for_every_message_at_once(pair: tuple[Router, De
     assert not loop.is_alive()
 
 
+def test_a_message_that_nobody_has_asked_for_stays_in_the_socket(pair: tuple[Router, Dealer]) -> None:
+    router, dealer = pair
+    for word in (b"first", b"second"):
+        dealer.send(word)
+    _, heard = next(router.receive(DEADLINE_S))
+    assert heard == b"first"
+    assert [data for _, data in router.receive(DEADLINE_S)] == [b"second"]
+
+
 def test_a_peer_that_vanished_or_never_was_raises_nothing(endpoint: str) -> None:
     router = Router(endpoint)
     gone = Dealer(endpoint)

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from rollout_service import checkpoint
 from rollout_service.launch.cleanup import clean_up
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.offspring import MARK_VARIABLE, end, family_of, new_family
@@ -142,11 +143,11 @@ def test_a_role_by_hand_ends_its_own_on_its_way_out():
 
 WORDS = [
     *("--env", f"{__name__}:SimulatorEnv", "--num-actors", "2", "--envs-per-actor", "1", "--num-steps", "8"),
-    *("--epochs", "1", "--no-tensorboard", "--run-dir", "run"),
+    *("--epochs", "1", "--no-tensorboard", "--run-dir", "run", "--checkpoint-interval", "1000000"),
 ]
 
 
-def test_simulators_of_a_run_end_with_their_actor_and_with_the_parent(tmp_path: Path):
+def test_simulators_end_with_their_actor_and_with_the_parent_whose_learner_saves_all_the_same(tmp_path: Path):
     run_dir = tmp_path / "run"
     with Service(*WORDS, "--total-steps", "100000000", cwd=tmp_path) as service:
         eventually(lambda: service.updates(run_dir) >= 1, START_S, "an update")
@@ -156,12 +157,14 @@ def test_simulators_of_a_run_end_with_their_actor_and_with_the_parent(tmp_path: 
         victim.kill()
         said = f"left behind by actor 1 (incarnation 0, pid {victim.pid}), and ended: 2 processes"
         eventually(lambda: said in service.stderr(), GONE_S, "the dead actor's are ended")
-        seen = service.updates(run_dir)
-        eventually(lambda: service.updates(run_dir) > seen + 1, START_S, "the run goes on")
+        before = service.updates(run_dir)
+        eventually(lambda: service.updates(run_dir) > before + 1, START_S, "the run goes on")
         assert len(simulators(tmp_path)) == 4
         service.process.kill()
         service.wait(5.0)
+        logged = service.updates(run_dir)
         eventually(lambda: not simulators(tmp_path), GONE_S, "all are gone, of which the learner is the last to leave")
+    assert checkpoint.require(run_dir).checkpoint.manifest.update >= logged
     run_command("clean", cwd=tmp_path)
 
 
