@@ -132,7 +132,7 @@ class Updates:
             self.tally.policy_lags[self.newest - entry.version] += 1
             self.tally.finish(self._episodes[slot] if entry.valid_steps > 0 else ())
         self._released = False
-        # As plain values: making a message of anything else looks for numpy's, twice as long, while the learner waits.
+        # Of plain values: a message made by keywords looks for numpy's first, for as long again, and the learner waits.
         self.batch = Batch.model_validate(
             {
                 "update": self.done + 1,
