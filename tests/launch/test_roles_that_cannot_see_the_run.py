@@ -17,7 +17,7 @@ from tests.memory.other_process import can_run
 OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
 AS_NOBODY = """
 import os, runpy, sys
-import fcntl, signal, threading, workers.session, rollout_service.lifeline, rollout_service.control.attendance
+import fcntl, psutil, signal, threading, workers.session, rollout_service.lifeline, rollout_service.control.attendance
 import rollout_service.control.zeromq
 os.setuid(65534)
 sys.argv = ["workers", *sys.argv[1:]]
