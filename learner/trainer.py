@@ -342,18 +342,8 @@ class Trainer:
         return path
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Goes on from a checkpoint, bit for bit.
-
-        Raises CheckpointError, naming both values, if its env, spaces or policy are not this run's. The number of
-        actors, the length of the run and every setting of learning may differ.
-        """
-        theirs = checkpoint.manifest.run_spec
-        for name in ("env", "spaces", "policy", "state", "parameters", "state_strategy"):
-            if getattr(theirs, name) != getattr(self.spec, name):
-                raise CheckpointError(
-                    f"{checkpoint.path} was made with {name} {getattr(theirs, name)}, this run has "
-                    f"{getattr(self.spec, name)}; use the checkpoint's own setting, or start a new run_dir"
-                )
+        """Goes on from a checkpoint, bit for bit. Raises CheckpointError if this run cannot (`require_fits`)."""
+        checkpoints.require_fits(checkpoint.path, checkpoint.manifest.run_spec, self.spec)
         # A copy: arrays read from a file are not writable, which torch does not take.
         arrays = {name: np.array(array) for name, array in checkpoint.arrays.items()}
         self.load(TrainerState(arrays, checkpoint.manifest.generators))

@@ -118,6 +118,20 @@ class Usable:
     warnings: tuple[str, ...] = ()
 
 
+def require_fits(path: Path, theirs: RunSpec, ours: RunSpec) -> None:
+    """Raises CheckpointError, naming both values, if a run cannot go on from that checkpoint.
+
+    Env, spaces and policy have to be its own; the number of actors, the length of the run and every setting of learning
+    may differ.
+    """
+    for name in ("env", "spaces", "policy", "state", "parameters", "state_strategy"):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise CheckpointError(
+                f"{path} was made with {name} {getattr(theirs, name)}, this run has {getattr(ours, name)}; "
+                "use the checkpoint's own setting, or start a new run_dir"
+            )
+
+
 def checkpoint_root(run_dir: Path) -> Path:
     """Where the checkpoints of a run are."""
     return Path(run_dir) / "checkpoints"

@@ -179,7 +179,8 @@ def _watch(parent: int, grace_s: float, on_death: signal.Signals | None = None) 
     if on_death is not None:
         os.kill(os.getpid(), on_death)
     time.sleep(grace_s)
-    end_offspring()
+    if on_death is None:  # of a command: the mark it inherited is of somebody else's family
+        end_offspring()
     os._exit(EXIT_ORPHANED)
 
 

@@ -356,7 +356,9 @@ class Coordinator:
         return [] if due is None else [Send(learner.peer, self._updates.form(due))]
 
     def _go_on(self, now: float) -> list[Effect]:
-        """What there is to tell of that batch, and what actors are to do now."""
+        """What there is to tell of that batch, and what actors are to do now: nothing without a learner."""
+        if self.stopped is not None or self._admission.learner is None:
+            return []
         grants = self._filling.grants(self._updates.newest, self.updates_done + 1)
         return [*map(Notify, self._updates.formed(now)), *grants, *self._filling.preempts(self._updates.newest)]
 

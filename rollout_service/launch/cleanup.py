@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from rollout_service import offspring
 from rollout_service.control.endpoints import sweep_socket_directories
@@ -65,7 +65,7 @@ def clean_up(*, dry_run: bool = False) -> Leftovers:
     """Removes what dead runs of this user left; with `dry_run` only lists it."""
     roles = tuple(_orphans(live_endpoints()))
     if not dry_run:
-        _kill(roles, leave_s=GRACE_S)  # the learner may be saving a checkpoint
+        _kill(roles, leave_s=GRACE_S, with_children=True)  # the learner may be saving a checkpoint
     started = tuple(_offspring())
     if not dry_run:
         _kill(started)
@@ -94,7 +94,7 @@ def run_header(segment: SegmentInfo) -> dict[str, str]:
 def _orphans(alive: set[str]) -> Iterator[LeftoverProcess]:
     import psutil
 
-    here = _pid_namespace(os.getpid())
+    here = _pid_namespace("self")
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             role = _role(process.info["cmdline"] or [])
@@ -110,10 +110,15 @@ def _offspring() -> Iterator[LeftoverProcess]:
     """What roles had started and nobody is left to end. If the pid of that one was used again, it stays."""
     import psutil
 
-    here = _pid_namespace(os.getpid())
+    here = _pid_namespace("self")
+    # Of a run that began inside a dead one, and whoever started this process.
+    spared = {segment.owner_pid for segment in list_segments() if segment.owner_alive}
+    spared |= {parent.pid for parent in psutil.Process().parents()}
     for process, mark in offspring.marked():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
-            if _role(process.cmdline()) is not None or offspring.alive(int(mark.partition("/")[0])):
+            if process.pid in spared or _role(process.cmdline()) is not None:
+                continue
+            if offspring.alive(int(mark.partition("/")[0])):
                 continue
             if _pid_namespace(process.pid) == here:
                 yield LeftoverProcess(process, f"{process.name()}, started by a role of a run")
@@ -129,19 +134,19 @@ def _role(command: list[str]) -> tuple[str, str] | None:
     return command[module_at], command[endpoint_at]
 
 
-def _pid_namespace(pid: int) -> str:
+def _pid_namespace(pid: int | Literal["self"]) -> str:
     return os.readlink(f"/proc/{pid}/ns/pid")
 
 
-def _kill(processes: tuple[LeftoverProcess, ...], leave_s: float = 0.0) -> None:
-    """leave_s: how long they may take to leave by themselves."""
+def _kill(processes: tuple[LeftoverProcess, ...], *, leave_s: float = 0.0, with_children: bool = False) -> None:
+    """leave_s: how long they may take to leave by themselves. Of what is marked every child that is to go is, too."""
     import psutil
 
     psutil.wait_procs([each.process for each in processes], timeout=leave_s)
     killed = []
     for each in processes:
         with contextlib.suppress(psutil.Error):
-            for victim in (each.process, *each.process.children(recursive=True)):
+            for victim in (each.process, *(each.process.children(recursive=True) if with_children else ())):
                 victim.kill()
                 killed.append(victim)
     psutil.wait_procs(killed, timeout=EXIT_DEADLINE_S)

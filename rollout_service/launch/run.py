@@ -167,7 +167,7 @@ def open_run(config: TrainConfig, *, stream: TextIO | None, door: Door | None = 
             memory.share_with_group(access.group)
             weights.share_with_group(access.group)
         # Nothing refuses this run any more.
-        run_dir.begin(config)
+        run_dir.begin(config, spec)
         for line in leftovers.lines():
             journal.say(f"removed, left by a run that is dead: {line}")
         if run_dir.moved_aside is not None:

@@ -29,6 +29,7 @@ from typing import Any, Final, Self
 
 from rollout_service.config import TrainConfig
 from rollout_service.errors import CheckpointError, ConfigError
+from rollout_service.runspec import RunSpec
 
 CONFIG_FILE: Final = "config.toml"
 LOCK: Final = "lock"
@@ -46,6 +47,8 @@ class ResumePoint:
     updates: int = 0
     env_steps: int = 0
     checkpoint: Path | None = None
+    run_spec: RunSpec | None = None
+    """Of the run that the checkpoint is of."""
     warnings: tuple[str, ...] = ()
     """One line per newer checkpoint that is damaged."""
 
@@ -102,18 +105,26 @@ class RunDirectory:
         if os.fstat(self._lock).st_nlink == 0:
             raise ConfigError(f"run_dir {self.path} was just taken back by a start that was refused; start again")
 
-    def begin(self, config: TrainConfig) -> None:
+    def begin(self, config: TrainConfig, spec: RunSpec) -> None:
         """From here on it is this run's: its settings are written, and what an earlier one left is moved aside.
 
-        Raises ConfigError if the disk refuses; an earlier run's files are then still there.
+        Raises CheckpointError if the run cannot go on from what is to be resumed, ConfigError if the disk refuses; an
+        earlier run's files are then still there.
         """
+        from rollout_service.checkpoint import require_fits
+
+        point, logs = self.resume_point, self.path / "logs"
+        if point.checkpoint is not None and point.run_spec is not None:
+            require_fits(point.checkpoint, point.run_spec, spec)
+        if logs.exists() and not logs.is_dir():
+            raise ConfigError(f"{logs} is a file, and a run has a directory of that name; choose another run_dir")
         beside = self.path / f"{CONFIG_FILE}.writing"
         try:
             beside.write_text(to_toml(config), encoding="utf-8")
             if not self._resume:
                 self.moved_aside = _move_aside(self.path)
+            logs.mkdir(exist_ok=True)
             beside.replace(self.path / CONFIG_FILE)
-            (self.path / "logs").mkdir(exist_ok=True)
         except OSError as error:
             with suppress(OSError):
                 beside.unlink()
@@ -191,7 +202,7 @@ def newest_point(path: Path) -> ResumePoint:
     if found.checkpoint is None:
         return ResumePoint(warnings=warnings)
     manifest = found.checkpoint.manifest
-    return ResumePoint(manifest.update, manifest.env_steps, found.checkpoint.path, warnings)
+    return ResumePoint(manifest.update, manifest.env_steps, found.checkpoint.path, manifest.run_spec, warnings)
 
 
 def best_checkpoint(path: Path) -> BestCheckpoint | None:
@@ -216,7 +227,7 @@ def _resume_point(path: Path) -> ResumePoint:
 
     usable = checkpoints.require(path)
     manifest = usable.checkpoint.manifest
-    return ResumePoint(manifest.update, manifest.env_steps, usable.checkpoint.path, usable.warnings)
+    return ResumePoint(manifest.update, manifest.env_steps, usable.checkpoint.path, manifest.run_spec, usable.warnings)
 
 
 def _move_aside(path: Path) -> Path | None:

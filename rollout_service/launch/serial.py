@@ -59,7 +59,7 @@ def run_serial(
     config: TrainConfig,
     on_update: Callable[[SerialUpdate], None] | None = None,
     stop_asked: Callable[[], bool] | None = None,
-    on_ready: Callable[[], None] | None = None,
+    on_ready: Callable[[RunSpec], None] | None = None,
 ) -> dict[str, Any]:
     """Trains to the last whole rollout that fits into total_steps and returns the result, as `--json` prints it.
 
@@ -109,7 +109,7 @@ class SerialRun:
     """Actors, trainer and memory of one run, ready for its first update. A context manager."""
 
     def __init__(
-        self, config: TrainConfig, spec: RunSpec, trainer: Trainer, on_ready: Callable[[], None] | None = None
+        self, config: TrainConfig, spec: RunSpec, trainer: Trainer, on_ready: Callable[[RunSpec], None] | None = None
     ) -> None:
         from learner.rollout_buffer import RecurrentRolloutBuffer
         from learner.saving import Saving
@@ -149,7 +149,7 @@ class SerialRun:
                 self.actors.append(Actor(spec, self.memory, self.weights, actor_id))
                 stack.callback(self.actors[-1].close)
             if on_ready is not None:
-                on_ready()
+                on_ready(spec)
             tally = self._prepare()
             self._open = stack.pop_all()
         self.metrics = RunMetrics(

@@ -32,6 +32,7 @@ from rollout_service.observe.logs import RunLogs
 from rollout_service.observe.losses import LostWrites
 from rollout_service.observe.metrics import LOG_WRITE_FAILURES, Summary, log_record
 from rollout_service.observe.progress import open_progress
+from rollout_service.runspec import RunSpec
 
 ACCOUNT_NOTE: Final = "account of env steps: "
 """Begins the line of run.log that says, at a run's end, where every committed env step went (control/account)."""
@@ -137,6 +138,7 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
         config, sizing = prepare.resolve(config)
         check_fits_one_rollout(config, int(config.num_actors))
         path = config.run_dir or default_run_directory(config.env, new_run_token(), datetime.now().astimezone())
+        path = path.absolute()  # an env in this process may change its directory
         config = config.model_copy(update={"run_dir": path})
         run_dir = stack.enter_context(RunDirectory(path, resume=config.resume))
         lost = LostWrites()
@@ -148,8 +150,8 @@ def train_serially(config: TrainConfig, *, stream: TextIO | None = None) -> Outc
         )
         last: list[Summary] = []
 
-        def begin() -> None:
-            run_dir.begin(config)
+        def begin(spec: RunSpec) -> None:
+            run_dir.begin(config, spec)
             if run_dir.moved_aside is not None:
                 journal.say(f"an earlier run's files were moved to {run_dir.moved_aside}")
             journal.say(f"{sizing}, all in this process  {path}")

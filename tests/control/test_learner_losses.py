@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollout_service.control.events import LearnerReady, LearnerSilent, LearnerStuck, RunFinished, UpdateFinished
 from rollout_service.control.messages import Batch, Grant, Hello, Refused, Role, StartFrom, Stop, Welcome
+from rollout_service.control.scheduling import Patience, Streaming
 from tests.control.world import ENVS, STEPS, Peer, World, started
 
 ROLLOUT = 2 * ENVS * STEPS
@@ -121,6 +122,23 @@ def test_rows_collected_between_two_learners_are_dropped_and_counted() -> None:
     world.learner(updates_done=1, env_steps_done=ROLLOUT)
     assert world.counters == {"lost_learners": 1, "dropped_rollouts": 2, "dropped_env_steps": ROLLOUT}
     assert [actor.take(Grant).start for actor in actors] == [StartFrom.CARRY] * 2
+
+
+def test_nobody_is_hurried_while_there_is_no_learner() -> None:
+    """Rows that are committed now are dropped once the next one is there."""
+    patience = Patience(preempt_share=0.5)
+    world, learner, (first, second, slow), grants = started(3, scheduler=Streaming(3, 1, patience), max_policy_lag=1)
+    first.commit(grants[0])
+    second.commit(grants[1])
+    first.commit(first.take(Grant))
+    learner.publish(learner.take(Batch))
+    assert "preempted_leases" not in world.counters
+    lose(world, learner)
+    for actor in (first, second):
+        actor.commit(actor.take(Grant))
+    world.tick(1.0)
+    assert "preempted_leases" not in world.counters
+    assert not slow.got(Grant)
 
 
 def test_a_learner_lost_before_it_was_ready_adds_to_what_the_next_one_tells() -> None:

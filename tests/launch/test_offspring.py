@@ -19,6 +19,7 @@ from rollout_service.launch.cleanup import clean_up
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.offspring import MARK_VARIABLE, end, family_of, new_family
 from tests.fixtures.machine import FaultyEnv, Service, environment, eventually, run_command
+from tests.memory.other_process import can_run
 
 START_S, GONE_S = 40.0, 20.0
 DEAF = """
@@ -112,6 +113,68 @@ def test_clean_ends_what_nobody_is_left_to_end(start: Start):
     assert gone(left)
     assert not gone(mine)
     assert not gone(strange)
+
+
+CLEANER = """
+import os, signal, subprocess, sys
+bare = {name: value for name, value in os.environ.items() if name != sys.argv[1]}
+stays = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait(120)"], env=bare)
+ended = subprocess.run(["rollout-service", "clean"], env=bare, capture_output=True, text=True)
+print(stays.poll(), ended.returncode, ended.stderr, flush=True)
+stays.kill()
+"""
+
+
+def test_clean_spares_who_started_it_and_what_was_started_without_a_mark():
+    """A shell that an env of a dead run had started, and a process that its user wants to stay."""
+    mark = {MARK_VARIABLE: f"{dead_pid()}/0123456789abcdef/actor-0.0/"}
+    bin_dir = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(
+        [sys.executable, "-c", CLEANER, MARK_VARIABLE],
+        env=environment(**mark, PATH=bin_dir),
+        capture_output=True,
+        text=True,
+        timeout=GONE_S,
+    )
+    assert ran.stdout.split() == ["None", "0"], ran
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not can_run("unshare", "--pid", "--fork", "true"), reason="only root can make a pid namespace"
+)
+def test_clean_works_where_proc_shows_another_pid_namespace():
+    command = ["unshare", "--pid", "--fork", sys.executable, "-m", "rollout_service", "clean", "--dry-run"]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=GONE_S)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+ORPHANED_COMMAND = """
+import os, signal, sys, time
+from rollout_service import lifeline
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+lifeline.COMMAND_GRACE_S = 0.1
+lifeline.follow_owner()
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+OWNER = """
+import os, subprocess, sys
+from rollout_service.lifeline import owned
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=owned(os.environ))
+"""
+
+
+def test_a_command_that_outlives_its_owner_ends_no_family_that_it_was_started_in(start: Start):
+    mark = {MARK_VARIABLE: f"{new_family()}actor-0.0/", PARENT_VARIABLE: str(dead_pid())}
+    brother = start(**mark)
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, ORPHANED_COMMAND], env=environment(**mark), stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        command = psutil.Process(int(owner.stdout.readline()))
+        eventually(lambda: gone(command), GONE_S, "the command is gone")
+    assert not gone(brother)
 
 
 BY_HAND = """

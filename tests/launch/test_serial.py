@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from rollout_service import checkpoint as checkpoints
 from rollout_service.config import TrainConfig
 from rollout_service.errors import ConfigError, EnvFault
 from rollout_service.launch.serial import SerialUpdate, run_serial
+from rollout_service.launch.train import train_serially
+from tests.fixtures.random_ends import RandomEnds
 from tests.fixtures.training import serial_run, small_config
 
 
@@ -33,6 +36,27 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
     first = digest(seed=1)
     assert digest(seed=1) == first
     assert digest(seed=2) != first
+
+
+class WanderingEnv(RandomEnds):
+    """Changes the directory of its process."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        os.chdir(where)
+
+
+def test_an_env_that_changes_the_directory_does_not_move_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    kwargs = {"where": str(tmp_path / "elsewhere")}
+    env = f"{__name__}:{WanderingEnv.__name__}"
+    train_serially(small_config(env=env, env_kwargs=kwargs, total_steps=64, run_dir=Path("run"), tensorboard=False))
+    assert checkpoints.require(tmp_path / "run").checkpoint.manifest.update == 1
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_small_maze_is_learned_in_seconds() -> None:
