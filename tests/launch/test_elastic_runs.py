@@ -129,6 +129,7 @@ def test_actors_that_fail_are_not_replaced_and_the_run_ends_with_the_last_of_the
     with Service(*command, cwd=tmp_path) as service:
         eventually(lambda: rows_of_a_batch(run_dir) == ROLLOUT, START_S, "batches without the actor that failed")
         assert entries(run_dir)[0]["learner/valid_rows"] == 2 * ROLLOUT
+        assert entries(run_dir)[-1]["count/actors_given_up"] == 1
         report = status_of(service).report
         assert report is not None
         assert report["actors"][0]["state"] == "abandoned"
@@ -143,7 +144,6 @@ def test_actors_that_fail_are_not_replaced_and_the_run_ends_with_the_last_of_the
     assert "ValueError: boom-7" in stderr
     assert "env 1 of actor 0" in stderr
     assert stderr.splitlines()[-1].startswith("rollout-service: no actor is left (on_actor_failure continue); the last")
-    assert entries(run_dir)[-1]["count/actors_given_up"] == 1
     assert account(run_dir)["missing"] == 0
     assert not (run_dir / "logs" / "actor-0.1.log").exists()
     checkpoint.require(run_dir)
