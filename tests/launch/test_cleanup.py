@@ -14,7 +14,7 @@ import pytest
 from rollout_service.launch.cleanup import clean_up, live_endpoints
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.memory.segment import Segment, new_run_token
-from tests.fixtures.machine import environment, eventually
+from tests.fixtures.machine import dead_pid, environment, eventually, stand_ins
 
 ENDPOINT = "ipc:///tmp/rs-sock-nobody/c"
 
@@ -23,32 +23,14 @@ ENDPOINT = "ipc:///tmp/rs-sock-nobody/c"
 def start(tmp_path: Path) -> Iterator:
     """Starts `python -m workers --connect ENDPOINT` as a stand-in that only waits."""
     (tmp_path / "workers.py").write_text("import sys\nprint('up', flush=True)\nsys.stdin.read()\nprint('left')\n")
-    started: list[subprocess.Popen] = []
+    with stand_ins() as start_one:
 
-    def one(endpoint: str = ENDPOINT, **extra: str) -> subprocess.Popen:
-        clean = {name: value for name, value in environment().items() if name != PARENT_VARIABLE}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "workers", "--connect", endpoint],
-            cwd=tmp_path,
-            env={**clean, **extra},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        return process
+        def one(endpoint: str = ENDPOINT, **extra: str) -> subprocess.Popen:
+            clean = {name: value for name, value in environment().items() if name != PARENT_VARIABLE}
+            command = [sys.executable, "-m", "workers", "--connect", endpoint]
+            return start_one(command, cwd=tmp_path, env={**clean, **extra}, stdin=subprocess.PIPE)
 
-    yield one
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
+        yield one
 
 
 def found(dry_run: bool) -> set[int]:

@@ -18,7 +18,7 @@ from rollout_service import checkpoint
 from rollout_service.launch.cleanup import clean_up
 from rollout_service.lifeline import PARENT_VARIABLE
 from rollout_service.offspring import MARK_VARIABLE, end, family_of, new_family
-from tests.fixtures.machine import FaultyEnv, Service, environment, eventually, run_command
+from tests.fixtures.machine import FaultyEnv, Service, dead_pid, environment, eventually, run_command, stand_ins
 from tests.memory.other_process import can_run
 
 START_S, GONE_S = 40.0, 20.0
@@ -67,27 +67,13 @@ def simulators(directory: Path) -> list[psutil.Process]:
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts a process in a session of its own that ignores SIGTERM, with this environment besides."""
-    started: list[subprocess.Popen] = []
+    with stand_ins() as start_one:
 
-    def one(**extra: str) -> psutil.Process:
-        process = subprocess.Popen(
-            [sys.executable, "-c", DEAF], env=environment(**extra), stdout=subprocess.PIPE, start_new_session=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        return psutil.Process(process.pid)
+        def one(**extra: str) -> psutil.Process:
+            command = [sys.executable, "-c", DEAF]
+            return psutil.Process(start_one(command, env=environment(**extra), start_new_session=True).pid)
 
-    yield one
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
+        yield one
 
 
 def test_all_with_a_mark_are_ended_and_nobody_else(start: Start):
